@@ -6,31 +6,26 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from slipstream.config import Checked, from_mapping, read_mapping, require
+from pydantic import Field
+
+from slipstream.config import Checked, PositiveInt, from_mapping, read_mapping, require
 
 T = TypeVar("T")
+Positive = Annotated[float, Field(gt=0)]
 
 # `configs` lies beside `slipstream` in a checkout, an image and a wheel alike.
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def load(cls: type[T], kind: str, name: str) -> T:
-    """Load the section `name` of configs/sim/<kind>.yaml as a `cls`.
-
-    Raises:
-        ConfigError: there is no such section, or it breaks a rule of `cls`.
-    """
+    """Load the section `name` of configs/sim/<kind>.yaml as a `cls`."""
     return from_mapping(cls, section(kind, name), f"{kind.removesuffix('s')}.{name}")
 
 
 def section(kind: str, name: str) -> dict[str, Any]:
-    """Return the plain values of a section.
-
-    Raises:
-        ConfigError: there is no such section.
-    """
+    """Return the plain values of a section, which must exist."""
     sections = _sections(kind)
     require(name in sections, kind, "must be a known section", name, f"known: {', '.join(sections)}")
     return sections[name]
@@ -69,24 +64,20 @@ class Hardware:
     """One accelerator, with its peak rates in bytes, bytes/s and flop/s and the source of each."""
 
     name: str
-    memory_bytes: float
-    memory_bytes_per_s: float
-    link_bytes_per_s: float  # one direction, within an NVLink domain
-    domain_gpus: int  # accelerators of an NVLink domain
-    network_bytes_per_s: float  # one direction, one accelerator, between domains
-    flops_per_s: dict[str, float]  # dense, by `Precision`
+    memory_bytes: Positive
+    memory_bytes_per_s: Positive
+    link_bytes_per_s: Positive  # one direction, within an NVLink domain
+    domain_gpus: PositiveInt  # accelerators of an NVLink domain
+    network_bytes_per_s: Positive  # one direction, one accelerator, between domains
+    flops_per_s: dict[Precision, Positive]  # dense
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
-        constants = {field.name for field in fields(self)} - {"name", "sources"}
-        missing = sorted(constants - set(self.sources))
+        missing = sorted({field.name for field in fields(self)} - {"name", "sources", *self.sources})
         require(not missing, f"hardware {self.name}.sources", "must name a source of every constant", missing)
-        for name in constants - {"flops_per_s"}:
-            value: float = getattr(self, name)
-            require(value > 0, f"hardware {self.name}.{name}", "must be > 0", value)
-        found, known = sorted(self.flops_per_s), sorted(precision.value for precision in Precision)
-        rule = f"must have a rate for each of {', '.join(known)}"
-        require(found == known, f"hardware {self.name}.flops_per_s", rule, found)
+        rule = f"must have a rate for each of {', '.join(Precision)}"
+        found = sorted(self.flops_per_s)
+        require(found == sorted(Precision), f"hardware {self.name}.flops_per_s", rule, found)
 
 
 @cache

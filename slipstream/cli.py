@@ -18,6 +18,8 @@ from slipstream import logs, run_command, simulate_command
 from slipstream.config import LARGEST, ConfigError, parse_overrides, require
 from slipstream.data.config import SYNTHETIC
 from slipstream.gpu_check import check_command
+from slipstream.kubernetes.flyte_admin import admin_of
+from slipstream.kubernetes.profile import read_profile
 from slipstream.recipe import Recipe, load_recipe, recipe_file_schema, resolve_recipe
 from slipstream.records.files import write_atomic
 from slipstream.stages.context import add_set
@@ -25,7 +27,7 @@ from slipstream.study import study_command
 from slipstream.tracking.config import TrackingConfig, store_uri
 from slipstream.tracking.mlflow_store import TrackingError, open_store, read_executions, view_addresses
 from slipstream.tracking.replay import replay
-from slipstream.tracking.spool import spool_directory
+from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions, spool_directory
 from slipstream.types import FinishReason, Prompt, Workload
 from slipstream.workers.placement.memory import memory_text
 from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_text, table
@@ -35,10 +37,9 @@ _UNREAD = 128 + signal.SIGPIPE  # a shell's status of a command whose reader has
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command, and return its exit status.
 
-    Returns:
-        The exit status: 2 for bad input, 1 for a tracking error, 130 after Ctrl-C, 141 if nobody reads the output.
+    It is 2 for bad input, 1 for a tracking error, 130 after Ctrl-C, 141 if nobody reads the output.
     """
     try:
         try:
@@ -176,16 +177,16 @@ def _study(options: argparse.Namespace) -> int:
 def _check(options: argparse.Namespace) -> int:
     is_used = options.domain_nodes is None or options.cluster is not None
     require(is_used, "--domain-nodes", "must be left out without --cluster", options.domain_nodes, "as in 8x4")
-    plans = []
     changes = parse_overrides(options.set)
     own, origins = resolve_recipe(options.recipe, overrides=changes)
     others = [] if "workload" in origins else [workload for workload in Workload if workload is not own.workload]
-    for recipe in (own, *(load_recipe(options.recipe, workload=workload, overrides=changes) for workload in others)):
+    recipes = [own, *(load_recipe(options.recipe, workload=workload, overrides=changes) for workload in others)]
+    for recipe in recipes:
         print(f"{recipe.name}, {recipe.workload.value}: {_sizes(recipe)}")
         memory = recipe.memory()
         for warning in memory.warnings() if memory else ():
             print(f"warning: {warning}")
-        plans.append(_plan(recipe, options.cluster, options.domain_nodes))
+    plans = [_plan(recipe, options.cluster, options.domain_nodes) for recipe in recipes]
     for plan in filter(None, dict.fromkeys(plans)):  # both workloads usually have the same plan
         print(f"\n{plan}")
     return 0
@@ -205,11 +206,10 @@ def _plan(recipe: Recipe, cluster: str | None, domain_nodes: int | None) -> str:
         parts.append(plan_text(make_plan(recipe.layout, parse_cluster(cluster, domain_nodes=domain_nodes))))
     if (found := recipe.memory()) is not None:
         parts.append(memory_text(found, recipe.refit_channel))
+    elif recipe.simulator is not None:
+        parts.append("memory: not counted")
     else:
-        is_named = recipe.simulator is not None
-        parts.append(
-            "memory: " + ("not counted" if is_named else "unknown; name simulator.model and simulator.hardware")
-        )
+        parts.append("memory: unknown; name simulator.model and simulator.hardware")
     return "\n\n".join(parts)
 
 
@@ -289,13 +289,11 @@ def _cluster(_: argparse.Namespace) -> int:
 def _preflight(options: argparse.Namespace) -> int:
     from slipstream.kubernetes.kubernetes_api import connect
     from slipstream.kubernetes.preflight import check, require_pods
-    from slipstream.kubernetes.profile import read_profile
 
-    seconds = options.timeout_s
-    require(0 < seconds <= LARGEST, "--timeout-s", f"must lie in (0, {LARGEST}]", seconds)
+    require(0 < options.timeout_s <= LARGEST, "--timeout-s", f"must lie in (0, {LARGEST}]", options.timeout_s)
     profile = read_profile(options.cluster)
     require_pods(profile)
-    api = connect(context=options.context, timeout_s=seconds)
+    api = connect(context=options.context, timeout_s=options.timeout_s)
     record = check(api, profile, namespace=options.namespace, image=options.image)
     print(record.table)
     print("not asked: Flyte's own limits (task_resources), which deploy/flyte/values.yaml lifts")
@@ -304,10 +302,7 @@ def _preflight(options: argparse.Namespace) -> int:
 
 
 def _reconcile(options: argparse.Namespace) -> int:
-    from slipstream.kubernetes.flyte_admin import admin_of
-    from slipstream.kubernetes.profile import read_profile
     from slipstream.stages.fail_run import reconcile
-    from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions
 
     profile = read_profile(options.cluster)
     root = Path(options.run_root or profile.run_root)
@@ -327,9 +322,7 @@ def _reconcile(options: argparse.Namespace) -> int:
 
 
 def _smoke(options: argparse.Namespace) -> int:
-    from slipstream.kubernetes.flyte_admin import admin_of
     from slipstream.kubernetes.kubernetes_api import connect, delete_pod
-    from slipstream.kubernetes.profile import read_profile
     from slipstream.kubernetes.smoke import smoke
 
     logs.configure()
@@ -337,12 +330,11 @@ def _smoke(options: argparse.Namespace) -> int:
     require(profile.gpu is None, "--cluster", "must be a profile without GPUs", profile.name, "as in cpu")
     admin = admin_of(profile, project=options.project, domain=options.domain)
     api = connect(context=options.context, timeout_s=10.0)
-    namespace = f"{options.project}-{options.domain}"
     uri = profile.tracking.uri if profile.tracking is not None else None
     rows = smoke(
         admin,
         options.version,
-        delete_pod=partial(delete_pod, api, namespace),
+        delete_pod=partial(delete_pod, api, f"{options.project}-{options.domain}"),
         tracked=(lambda name: read_executions(uri, names=[name])[0].status) if uri else None,
     )
     print(table([["", "what", "seen"], *[["held" if held else "FAILED", *row] for held, *row in rows]]))

@@ -58,19 +58,15 @@ class _SafeLoader(_Parser):
         return super().construct_document(node)
 
 
-for _tag, _form, _first in (
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?(?:0|[1-9][0-9_]{0,99}|0x[0-9a-fA-F]{1,16})", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?|[-+]?\.(?:inf|Inf|INF)"
-        r"|\.(?:nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-    ("merge", r"<<", "<"),
-):
-    _SafeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_form})\Z"), list(_first))
+for _tag, _form in {
+    "null": r"~|null|Null|NULL|",
+    "bool": r"true|True|TRUE|false|False|FALSE",
+    "int": r"[-+]?(?:0|[1-9][0-9_]{0,99}|0x[0-9a-fA-F]{1,16})",
+    "float": r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+    "merge": r"<<",
+}.items():
+    _SafeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_form})\Z"), None)
 
 
 def require(condition: bool, field: str, rule: str, value: object, fix: str = "") -> None:
@@ -221,10 +217,9 @@ _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrin
 
 
 def from_mapping(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """Build the dataclass `cls` from plain `values`, refusing unknown keys and wrong types.
+    """Build the dataclass `cls` from plain `values`, as YAML or JSON gives them; a nested config is a nested mapping.
 
     Args:
-        values: as YAML or JSON gives them; a nested config is a nested mapping.
         path: dotted name of `values` inside the recipe, used in errors.
     Raises:
         ConfigError: an unknown key (the nearest known one is named), a missing field, a value of the wrong type,
@@ -258,11 +253,7 @@ def merge(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML, as `_SafeLoader` says.
-
-    Raises:
-        yaml.YAMLError: the text is none, or a key stands twice in a mapping.
-    """
+    """Read YAML, as `_SafeLoader` says; a `yaml.YAMLError` where the text is none, or a key stands twice."""
     try:
         return yaml.load(text, Loader=_SafeLoader)
     except (ValueError, LookupError, AttributeError, RecursionError) as error:  # a value that its tag cannot have
@@ -270,13 +261,7 @@ def read_yaml(text: str) -> Any:
 
 
 def read_mapping(path: Path, what: str) -> dict[str, Any]:
-    """Read the mapping that a YAML file holds.
-
-    Args:
-        what: the file's name in errors, as in `recipe`.
-    Raises:
-        ConfigError: the file cannot be read, is not text in UTF-8, is not YAML or holds something else.
-    """
+    """Read the mapping that a YAML file in UTF-8 holds; `what` is the file's name in errors, as in `recipe`."""
     try:
         values = read_yaml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
@@ -291,11 +276,7 @@ def read_mapping(path: Path, what: str) -> dict[str, Any]:
 
 
 def check_known(cls: type, values: Any, path: str) -> None:
-    """Refuse keys that the config `cls` does not have, here and in the configs below it; values are not looked at.
-
-    Raises:
-        ConfigError: an unknown key (the nearest known one is named), or a section that is no mapping.
-    """
+    """Refuse keys that the config `cls` does not have, here and in the configs below it; values are not looked at."""
     try:
         _adapter(cls).validate_python((values,))
     except ValidationError as error:
@@ -365,7 +346,7 @@ def _refusal(cls: type, problem: Mapping[str, Any], path: str) -> ConfigError:
 
 def _unknown_key(cls: type, loc: Sequence[int | str], key: str, path: str) -> ConfigError:
     config = next(filter(_is_config, _declared(cls, loc)))
-    known = [field.name for field in dataclasses.fields(config) if field.init]
+    known = [field.name for field in dataclasses.fields(config)]
     near = max(_names(config), key=lambda name: _likeness(key, name))
     is_near = _likeness(key, near) >= _LEAST_LIKENESS
     fix = f"did you mean {_dotted(path, (*loc, near))!r}?" if is_near else f"known: {', '.join(known)}"
@@ -440,12 +421,9 @@ def _check_keys(node: yaml.Node, path: str, seen: set[int]) -> None:
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
-    """The nested mapping of overrides as people type them: `grpo.group_size=16`, the value in YAML.
+    """The nested mapping of overrides as people type them, each field once: `grpo.group_size=16`, the value in YAML.
 
     Whether the fields exist and take such values is for whoever reads the mapping.
-
-    Raises:
-        ConfigError: an item of another form, or two that set the same field.
     """
     values: dict[str, Any] = {}
     for item in items:

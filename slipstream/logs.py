@@ -50,14 +50,6 @@ def _says_something(record: logging.LogRecord) -> bool:
     return "Unclosed client session" not in record.getMessage() and "Unclosed connector" not in record.getMessage()
 
 
-def terminal() -> TextIO | None:
-    """Return the stream that shows a bar; None before `configure`, and without a terminal."""
-    for handler in logging.getLogger(_OURS).handlers:
-        if isinstance(handler, BarHandler) and handler.stream.isatty():
-            return handler.stream
-    return None
-
-
 logger = logging.getLogger(__name__)
 
 _LOG_S = 10.0
@@ -99,7 +91,8 @@ def progress(task: str, *, total: int, unit: str, done: int = 0, in_log: bool = 
         done: items that an earlier attempt completed.
         in_log: False where the caller logs each step itself, so that only a terminal shows a bar.
     """
-    stream = terminal()
+    streams = (each.stream for each in logging.getLogger(_OURS).handlers if isinstance(each, BarHandler))
+    stream = next((each for each in streams if each.isatty()), None)
     has_size = stream is not None and _has_size(stream)
     ncols, nrows = (None, None) if has_size or stream is None else (79, 24)
     with (

@@ -119,10 +119,8 @@ class Recipe(Checked):
         # In flight are a last token with k drafts, and vLLM drafts for nobody in a batch in which one sequence has
         # no room for k more (and a block's first token): then a rollout would depend on the others' lengths.
         spare = max(2 * longest_k - 1 + is_dflash, longest_k + 1)
-        for section, response in (
-            ("sampling", longest_response),
-            ("evaluation.sampling", self.evaluation.sampling.max_response_tokens),
-        ):
+        for section, sampling in (("sampling", self.sampling), ("evaluation.sampling", self.evaluation.sampling)):
+            response = sampling.max_response_tokens
             needed = longest_prompt + response + spare
             self._require(
                 needed <= self.engine.max_model_len,
@@ -137,9 +135,8 @@ class Recipe(Checked):
         fix = "the penalty begins that many tokens before the limit"
         self._require(fits, "reward.overlong.buffer_tokens", rule, fix)
         longest = longest_prompt + longest_response
-        fits = longest <= self.learner.max_tokens_per_microbatch
         rule = f"must hold one whole sequence of {longest} tokens"
-        self._require(fits, "learner.max_tokens_per_microbatch", rule)
+        self._require(longest <= self.learner.max_tokens_per_microbatch, "learner.max_tokens_per_microbatch", rule)
 
     def _check_sampling(self) -> None:
         """Rollouts that training can learn from are drawn from the policy's whole distribution."""
@@ -264,15 +261,11 @@ class Recipe(Checked):
         rule = f"must be false with grpo.dynamic_sampling.max_extra_batches {extra}"
         fix = "it weighs one generation a step against another: leave out one of them"
         self._require(not self.draft.autopilot or not extra, "draft.autopilot", rule, fix)
-        if not self.loop.is_synchronous:
-            self._check_overlap(f"with loop.mode {self.loop.mode.value}")
-
-    def _check_overlap(self, mode: str) -> None:
-        """Refuse what needs generation and training in turn; `mode` ends each rule."""
-        grpo, engine = self.grpo, self.engine
+        if self.loop.is_synchronous:
+            return
+        grpo, engine, mode = self.grpo, self.engine, f"with loop.mode {self.loop.mode.value}"
         fix = "the routes of rollouts that wait for training are not kept: set loop.mode synchronous"
         self._require(not grpo.router_replay, "grpo.router_replay", f"must be false {mode}", fix)
-        extra = grpo.dynamic_sampling.max_extra_batches
         fix = "there prompts are submitted before the rewards of others are known: set loop.mode synchronous"
         self._require(not extra, "grpo.dynamic_sampling.max_extra_batches", f"must be 0 {mode}", fix)
         fix = "there learner and engines work at the same time: leave it out, or set loop.mode synchronous"
@@ -289,8 +282,7 @@ class Recipe(Checked):
         is_weighed = self.draft.autopilot and self.loop.mode is LoopMode.IN_FLIGHT
         fix = "it weighs one generation against another, and here none ends: set loop.mode one_step_off"
         self._require(not is_weighed, "draft.autopilot", f"must be false {mode}", fix)
-        lag = self.loop.max_off_policy_steps
-        if lag > 0:
+        if (lag := self.loop.max_off_policy_steps) > 0:
             reason = "rollouts are of older policies than the one that learns"
             self._require_correction(f"loop.max_off_policy_steps {lag}", reason)
 
@@ -375,16 +367,11 @@ def resolve_recipe(
     data, models and databases become absolute: those of the file against its directory, those of `overrides` against
     the working directory.
 
-    Args:
-        workload: None keeps the recipe's.
     Returns:
         The recipe, and for each field that has no default value or was given one: the dotted name, and who gave it
         (`recipe`, `recipe, workloads.<name>` or `launch`).
-    Raises:
-        ConfigError: the file is missing or not YAML, a key is unknown, or a rule is broken.
     """
-    path = recipe_path(name)
-    values = _read_recipe(path)
+    values = _read_recipe(recipe_path(name))
     by_workload = values.pop(_WORKLOADS)
     given = {"workload": workload.value} if workload is not None else {}
     launched = absolute_paths(merge(overrides or {}, given), Path.cwd())
@@ -403,60 +390,43 @@ def resolve_recipe(
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a recipe that is named, or given as a path.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The file of a recipe that is named, or given as a path; there must be one."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / f"{name}.yaml"
     known = ", ".join(sorted(p.stem for p in CONFIGS.glob("*.yaml")))
-    require(os.path.isfile(path), "recipe", "must name a recipe file", str(name), f"known recipes: {known}")
+    require(os.path.isfile(path), "recipe", "must name a recipe file", name, f"known recipes: {known}")
     return path
 
 
 def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Read a recipe file over its base, with absolute paths and a mapping for each workload that has a section.
 
-    Args:
-        above: files that start from this one.
-    Raises:
-        ConfigError: it is no recipe file, or a section is of no workload or has an unknown key, though another workload
-            is run.
+    Every workload's section is checked, though another workload is run. `above` are the files that start from this one.
     """
     values = read_mapping(path, "recipe")
     base = values.pop(_BASE, None)
     require(base is None or "name" in values, "name", f"must be given beside {_BASE}", None, "runs are found by it")
     sections = values.get(_WORKLOADS) or {}
     require(isinstance(sections, dict), _WORKLOADS, "must be a mapping of workload to what it changes", sections)
-    known = [workload.value for workload in Workload]
+    sections = {name: section or {} for name, section in sections.items()}
     for name, section in sections.items():
         where = f"{_WORKLOADS}.{name}"
-        require(name in known, where, "must be of a known workload", name, f"known: {', '.join(known)}")
-        check_known(Recipe, section or {}, where)
+        require(name in list(Workload), where, "must be of a known workload", name, f"known: {', '.join(Workload)}")
+        check_known(Recipe, section, where)
         rule = "must be left out: the section is of that workload"
-        require("workload" not in (section or {}), f"{where}.workload", rule, (section or {}).get("workload"))
-    sections = {name: absolute_paths(section or {}, path.parent) for name, section in sections.items()}
+        require("workload" not in section, f"{where}.workload", rule, section.get("workload"))
+    sections = {name: absolute_paths(section, path.parent) for name, section in sections.items()}
     own = {**absolute_paths(values, path.parent), _WORKLOADS: sections}
-    return own if base is None else merge(_read_base(base, path, (*above, path.resolve())), own)
-
-
-def _read_base(name: Any, path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
-    """Read the recipe that the file `path` starts from: a name, or a path from that file.
-
-    Raises:
-        ConfigError: there is no such recipe, or it starts from one that starts from it.
-    """
-    require(isinstance(name, str), _BASE, "must name a recipe", name)
-    base = recipe_path(str(path.parent / name) if name.endswith((".yaml", ".yml")) else name)
-    require(base.resolve() not in above, _BASE, "must not lead back to the recipe itself", name)
-    return _read_recipe(base, above)
+    if base is None:
+        return own
+    require(isinstance(base, str), _BASE, "must name a recipe", base)
+    file = recipe_path(str(path.parent / base) if base.endswith((".yaml", ".yml")) else base)
+    above = (*above, path.resolve())
+    require(file.resolve() not in above, _BASE, "must not lead back to the recipe itself", base)
+    return merge(_read_recipe(file, above), own)
 
 
 def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
-    """`values` with the relative paths among them made absolute, against the directory `base`.
-
-    What is of the wrong type stays as it is, for whoever checks it.
-    """
+    """`values` with the relative paths among them made absolute, against `base`; what is of a wrong type stays."""
 
     def absolute(value: Any, name: str) -> Any:
         if isinstance(value, Mapping):
@@ -481,11 +451,7 @@ def _absolute_path(value: Any, base: Path) -> Any:
 
 
 def write_recipe(recipe: Recipe, path: Path, origins: Mapping[str, str] | None = None) -> Path:
-    """Write the whole recipe, defaults included: what `load_recipe` reads back to an equal one.
-
-    Args:
-        origins: who gave a field its value, by its dotted name, as `resolve_recipe` says: a comment behind the field.
-    """
+    """Write the whole recipe, defaults included; `origins`, as of `resolve_recipe`, are comments behind the fields."""
     text = yaml.safe_dump(to_mapping(recipe), sort_keys=False, width=math.inf)
     if origins is not None:
         lines = text.splitlines()
@@ -513,28 +479,24 @@ def _field_lines(text: str) -> dict[str, int]:
 
 
 def parameters(recipe: Recipe) -> dict[str, str]:
-    """Every field of the recipe as text under its dotted name, as a tracking server takes them: lists are JSON.
-
-    Where a run is tracked is no part of it.
-    """
-    values = leaves(to_mapping(recipe))
-    return {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in values.items()
-        if not name.startswith("tracking.")
-    }
+    """Every field of the experiment as text, as a tracking server takes them: lists are JSON."""
+    values = _of_the_experiment(recipe)
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
 
 
 def difference(recipe: Recipe, other: Recipe) -> tuple[str, Any, Any] | None:
-    """The first field that two recipes do not share, and both its values; None if they are the same experiment.
-
-    Where a run is tracked is no part of it.
-    """
-    ours, theirs = leaves(to_mapping(recipe)), leaves(to_mapping(other))
+    """The first field that two recipes do not share, and both its values; None if they are the same experiment."""
+    ours, theirs = _of_the_experiment(recipe), _of_the_experiment(other)
     for name in sorted(ours.keys() | theirs.keys()):
-        if not name.startswith("tracking.") and ours.get(name) != theirs.get(name):
+        if ours.get(name) != theirs.get(name):
             return name, ours.get(name), theirs.get(name)
     return None
+
+
+def _of_the_experiment(recipe: Recipe) -> dict[str, Any]:
+    """Every field under its dotted name, but where the run is tracked."""
+    values = leaves(to_mapping(recipe))
+    return {name: value for name, value in values.items() if not name.startswith("tracking.")}
 
 
 def leaves(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:

@@ -74,15 +74,11 @@ class Launch:
     def command(self, root: Path) -> list[str]:
         """Return the command line of `pyflyte run` with the workflow's inputs."""
         pyflyte = Path(sys.executable).with_name("pyflyte")
-        given = {name: value for name, value in {**self.inputs, "run_root": root}.items() if value is not None}
-        values = {
-            name: json.dumps(value) if isinstance(value, list | tuple) else str(value) for name, value in given.items()
-        }
-        return [
-            *(str(pyflyte), "run", f"workflows/{self.workflow}.py", self.workflow),
-            *(word for name, value in values.items() for word in (f"--{name}", value)),
-            "--reuse_stored" if self.reuse_stored else "--no_reuse_stored",
-        ]
+        command = [str(pyflyte), "run", f"workflows/{self.workflow}.py", self.workflow]
+        for name, value in {**self.inputs, "run_root": root}.items():
+            if value is not None:
+                command += [f"--{name}", json.dumps(value) if isinstance(value, list | tuple) else str(value)]
+        return [*command, "--reuse_stored" if self.reuse_stored else "--no_reuse_stored"]
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -125,10 +121,11 @@ def _run(options: argparse.Namespace) -> int:
             require(value in (None, []), flag, "must be left out with --resume", value, fix)
         launch = resumed(root, options.resume, reuse_stored=not options.fresh)
     else:
-        in_turn = options.arms_in_turn
+        in_turn, arms = options.arms_in_turn, options.arms
+        require(arms in (None, *Arms), "--arms", f"must be one of {', '.join(Arms)}", arms)
         launch = started(
             options.recipe or options.default_recipe,
-            arms=_arms(options.arms) or options.default_arms,
+            arms=Arms(arms or options.default_arms),
             workload=options.workload,
             num_steps=options.num_steps,
             seed=options.seed,
@@ -139,11 +136,6 @@ def _run(options: argparse.Namespace) -> int:
     if status == 0:
         _show(root)
     return status
-
-
-def _arms(value: str | None) -> Arms | None:
-    require(value is None or value in list(Arms), "--arms", f"must be one of {', '.join(Arms)}", value)
-    return None if value is None else Arms(value)
 
 
 def _show(root: Path) -> None:
@@ -163,10 +155,7 @@ def handed_on_recipe(recipe: str) -> str:
 
 
 def run(launch: Launch, root: Path) -> int:
-    """Run the launched workflow to its end; returns the exit status.
-
-    Prints how to resume, and which MLflow runs are incomplete.
-    """
+    """Run the launched workflow to its end, say how to resume it and what MLflow lacks, and return the exit status."""
     path = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH"))))
     execution = launch.execution
     own = {**ENVIRONMENT, "PYTHONPATH": path, EXECUTION_VARIABLE: execution}
@@ -174,24 +163,20 @@ def run(launch: Launch, root: Path) -> int:
     if Path(profile).is_file():
         own[CLUSTER_VARIABLE] = os.path.abspath(profile)
     with _claimed(root, execution), forked_workers():
-        environment = {**os.environ, **own}
-        outcome = supervise(launch.command(root), cwd=_REPOSITORY, environment=environment)
+        outcome = supervise(launch.command(root), cwd=_REPOSITORY, environment={**os.environ, **own})
         discard_transfers(outcome.pid)
         if outcome.status:
             end_open_runs(root, execution, RunStatus.KILLED if outcome.interrupted else RunStatus.FAILED)
-    words = _last_words(execution, root, outcome)
-    if words:
+    if words := _last_words(execution, root, outcome):
         print(words, file=sys.stderr, flush=True)
     return outcome.status
 
 
 def resumed(root: Path, execution: str, *, reuse_stored: bool) -> Launch:
-    """Build the launch that resumes `execution` with its recorded recipe and arms.
-
-    Raises:
-        ConfigError: there is no such execution, or it has its report.
-    """
-    unfinished = _unfinished(root)
+    """Build the launch that resumes `execution`, which has no report yet, with its recorded recipe and arms."""
+    recipes = sorted(root.glob("*/start_run/recipe.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
+    names = [path.parents[1].name for path in recipes]
+    unfinished = [name for name in names if not is_finished(root, name) and not _starts_anew(root, name)]
     name = execution or next(iter(unfinished), "")
     rule = f"must name an execution under {root} that has no report yet"
     known = ", ".join(unfinished) or "none"
@@ -207,8 +192,6 @@ def started(recipe: str, *, reuse_stored: bool, arms: Arms, overrides: Sequence[
     Args:
         overrides: changes of the recipe, as in `grpo.group_size=16`.
         inputs: `workload`, `num_steps` and `seed`.
-    Raises:
-        ConfigError: the recipe breaks a rule.
     """
     overrides = handed_on(overrides)
     loaded = load_recipe(recipe, overrides=requested(overrides, **inputs))
@@ -222,13 +205,6 @@ def started(recipe: str, *, reuse_stored: bool, arms: Arms, overrides: Sequence[
 
 def _workflow_of(recipe: Recipe) -> str:
     return "speculative_rl" if recipe.loop.is_synchronous else "asynchronous_rl"
-
-
-def _unfinished(root: Path) -> list[str]:
-    """Return the executions that have a recorded recipe but no report, the latest first."""
-    recipes = sorted(root.glob("*/start_run/recipe.yaml"), key=lambda path: path.stat().st_mtime, reverse=True)
-    names = [path.parents[1].name for path in recipes]
-    return [name for name in names if not is_finished(root, name) and not _starts_anew(root, name)]
 
 
 def _starts_anew(root: Path, execution: str) -> bool:
@@ -249,10 +225,9 @@ def _claimed(root: Path, execution: str) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_free = True
-        except BlockingIOError:
-            is_free = False
-        require(is_free, "execution", "must not be running already", execution, "wait for it, or interrupt it")
+        except BlockingIOError as error:
+            fix = "wait for it, or interrupt it"
+            raise ConfigError(f"execution must not be running already, got {execution!r}; {fix}") from error
         yield
 
 
@@ -261,8 +236,7 @@ def _last_words(execution: str, root: Path, outcome: Outcome) -> str:
     what = "interrupted" if outcome.interrupted else f"failed with status {outcome.status}"
     lines = []
     recorded = recorded_recipe(root, execution)
-    waiting = unsent(root, execution)
-    if waiting:
+    if waiting := unsent(root, execution):
         uri = load_recipe(str(recorded)).tracking.uri if recorded.is_file() else None
         replay = replay_command(root, uri, program=_slipstream())
         when = "when you resume, or by" if outcome.status else "by"

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 
 from slipstream.catalog import section_names
-from slipstream.config import ConfigError, require
+from slipstream.config import ConfigError
 from slipstream.records.files import read_record
 from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord
@@ -104,7 +104,8 @@ def _project(options: argparse.Namespace) -> int:
         ["projected, p10 / median / p90", "ideal stack", "calibrated", *(["paper, projected"] if published else [])]
     ]
     for label, name in _BANDS:
-        bands = [_band(getattr(each, name)) for each in (found.ideal, found.calibrated)]
+        spreads: list[Spread] = [getattr(each, name) for each in (found.ideal, found.calibrated)]
+        bands = [f"{each.p10:.2f} / {each.median:.2f} / {each.p90:.2f}" for each in spreads]
         quoted = [f"{published[name]:.2f}" if name in published else ""] if published else []
         rows.append([label, *bands, *quoted])
     print(f"{found.calibrated.model}, {setting.num_gpus} x {found.calibrated.hardware}, {setting.precision}")
@@ -166,12 +167,11 @@ def _asked_run(options: argparse.Namespace) -> RunRecord:
     if options.run_path is None:
         return _fetched_run(options.mlflow_run, options.uri)
     path = Path(options.run_path)
-    places = (path, path / _RUN_FILE, path / _REPORT / _RUN_FILE)
-    found = next((place for place in places if place.is_file()), None)
+    for place in (path, path / _RUN_FILE, path / _REPORT / _RUN_FILE):
+        if place.is_file():
+            return read_record(RunRecord, place)
     rule = f"must be a run's directory, its report's, or the report's {_RUN_FILE}"
-    require(found is not None, "--run", rule, str(path), "give one whose report is written")
-    assert found is not None
-    return read_record(RunRecord, found)
+    raise ConfigError(f"--run {rule}, got {str(path)!r}; give one whose report is written")
 
 
 def _fetched_run(execution: str, uri: str) -> RunRecord:
@@ -199,7 +199,3 @@ def _by_arm(arms: Sequence[ArmRecord]) -> str:
     """Format the mean step of each arm."""
     step_s = {arm.arm.value: fmean(step.times.step_s for step in arm.timed_steps) for arm in arms}
     return ", ".join(f"{name} {seconds:.3f} s" for name, seconds in step_s.items())
-
-
-def _band(band: Spread) -> str:
-    return f"{band.p10:.2f} / {band.median:.2f} / {band.p90:.2f}"

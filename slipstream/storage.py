@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -15,7 +16,6 @@ import xxhash
 
 _STEP = re.compile(r"step-([0-9]{6,})")
 _PARTIAL, _OLD = "partial", "old"
-_BLOCK_BYTES = 16 << 20
 _ALIGNMENT = 8  # of the first tensor, as safetensors' own writer aligns it
 
 SAFETENSORS_DTYPES = {
@@ -76,11 +76,7 @@ def put_in_place(path: Path) -> None:
 
 
 def existing_directory(path: Path) -> Path:
-    """Return `path`, or its previous content if the process died between the two renames of `put_in_place`.
-
-    Raises:
-        FileNotFoundError: neither exists.
-    """
+    """Return `path`, or its previous content if the process died between the two renames of `put_in_place`."""
     for candidate in (path, _beside(path, _OLD)):
         if candidate.is_dir():
             return candidate
@@ -128,12 +124,9 @@ def _beside(path: Path, role: str) -> Path:
 
 def sum_of(path: Path) -> Sum:
     """Compute the size and digest of a file."""
-    digest, num_bytes = xxhash.xxh3_128(), 0
     with path.open("rb") as stream:
-        while block := stream.read(_BLOCK_BYTES):
-            digest.update(block)
-            num_bytes += len(block)
-    return Sum(num_bytes, digest.hexdigest())
+        digest = hashlib.file_digest(stream, xxhash.xxh3_128)
+        return Sum(stream.tell(), digest.hexdigest())
 
 
 def flush_directory(path: Path) -> None:
@@ -162,8 +155,7 @@ def safetensors_header(
 ) -> bytes:
     """Build the header of a safetensors file from each tensor's name, type, shape and number of bytes, in order.
 
-    Args:
-        metadata: metadata of the file; with it the JSON is as compact as from safetensors' own writer.
+    With `metadata` the JSON is as compact as from safetensors' own writer.
 
     Source:
         https://huggingface.co/docs/safetensors, "Format": length of the header, the header in JSON, the tensors.

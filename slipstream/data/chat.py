@@ -48,9 +48,8 @@ def render(problem: str, *, config: DataConfig, tokenizer: PreTrainedTokenizerBa
 
 def token_ids_of(messages: Chat, config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Tokenize a chat up to the policy's response."""
-    arguments = config.chat_template_args
     encoded: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **arguments
+        messages, add_generation_prompt=True, tokenize=True, return_dict=True, **config.chat_template_args
     )
     return tuple(encoded["input_ids"])
 
@@ -62,11 +61,7 @@ def chat_text(messages: Chat, config: DataConfig, tokenizer: PreTrainedTokenizer
 
 
 def opening_of(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Check what the chat template is handed, and return the text with which it opens the policy's turn.
-
-    Raises:
-        ConfigError: there is no template, it knows no such argument, or it leaves the system turn or an example out.
-    """
+    """Check that the chat template shows what it is handed; return the text with which it opens the policy's turn."""
     require(tokenizer.chat_template is not None, "policy.model", "must have a chat template", tokenizer.name_or_path)
     known = _template_arguments(tokenizer)
     for name in config.chat_template_args:
@@ -97,13 +92,7 @@ def _template_arguments(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def end_token_ids(model: Path) -> tuple[int, ...]:
-    """Read the ids of the tokens that end a response, those of a model's config.json first.
-
-    An export has no generation_config.json.
-
-    Raises:
-        ConfigError: no file names one.
-    """
+    """Read the ids of the tokens that end a response, those of config.json first: an export has nothing else."""
     files = [model / name for name in ("config.json", "generation_config.json")]
     given = [json.loads(file.read_text()).get("eos_token_id") for file in files if file.is_file()]
     found = [token for ids in given if ids is not None for token in (ids if isinstance(ids, list) else [ids])]

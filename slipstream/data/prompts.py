@@ -85,14 +85,6 @@ class PromptSets:
     validation: tuple[Prompt, ...]
     records: tuple[DataSetRecord, ...]  # one for each source
 
-    def __post_init__(self) -> None:
-        for draft in ("draft_in_domain", "draft_general"):
-            owner: dict[str, str] = {}
-            for name in ("train", "validation", draft):
-                for prompt in getattr(self, name):
-                    other = owner.setdefault(prompt.id, name)
-                    require(other == name, f"data.{name}", f"must share no problem with {other}", prompt.text)
-
     def sizes(self) -> dict[Split, int]:
         """Return the number of distinct prompts by set."""
         return {split: len(getattr(self, split)) for split in get_args(Split)}
@@ -143,29 +135,19 @@ class PromptStream:
 def load_prompt_sets(
     config: DataConfig, *, tokenizer: PreTrainedTokenizerBase, gradable: Gradable, equal: Equal
 ) -> PromptSets:
-    """Read, filter, deduplicate and tokenize all sets.
-
-    Args:
-        gradable: checks which reference answers can be scored, as of `Reward`.
-        equal: compares answers, as of `Reward`.
-    Raises:
-        ConfigError: a source is missing, has unknown columns or no usable answers, or leaves no prompt; the chat
-            template does not take what `data` hands it; or the number of validation problems differs from
-            `data.num_validation_problems`.
-    """
+    """Read, filter, deduplicate and tokenize all sets; `gradable` and `equal` are those of a `Reward`."""
     opening = opening_of(config, tokenizer)
     prompts: dict[Split, tuple[Prompt, ...]] = {}
     problems: dict[Split, set[str]] = {}
     records: list[DataSetRecord] = []
     for split, rivals in _RIVALS.items():
-        taken = set().union(*(problems[other] for other in rivals))
         reader = _SetReader(
             config=config,
             split=split,
             tokenizer=tokenizer,
             gradable=gradable,
             equal=equal,
-            held_out=taken,
+            held_out=set().union(*(problems[other] for other in rivals)),
             opening=opening,
         )
         kept, own = reader.read(list(_resolve(config, split)))
@@ -204,11 +186,7 @@ def prompt_id(text: str) -> str:
 
 
 def require_size(sets: PromptSets, split: Split, field: str, value: int, *, rollouts_per_prompt: int = 1) -> None:
-    """Check early that a prompt set is large enough for the recipe's `field`.
-
-    Raises:
-        ConfigError: the set is too small; the error says where its rows went.
-    """
+    """Refuse early a prompt set that is too small for the recipe's `field`, and say where its rows went."""
     left = sets.sizes()[split]
     rule = f"must be <= {left}, the number of distinct prompts in data.{split}"
     if rollouts_per_prompt > 1:
@@ -382,23 +360,20 @@ class _SetReader:
 
     def _conflicting(self, groups: dict[str, _Group], scorable: Collection[tuple[str, str]]) -> set[str]:
         """Return ids of prompts with two scorable answers that the scorer treats as different."""
-        owners: dict[str, list[str]] = defaultdict(list)  # by data source, as the pairs
-        pairs: dict[str, list[tuple[str, str]]] = defaultdict(list)
+        pairs: dict[str, list[tuple[str, tuple[str, str]]]] = defaultdict(list)  # with their ids, by data source
         for id_, group in groups.items():
             spellings: dict[str, str] = {}
             for _, answer in group.rows:
                 if group.answer(answer) in scorable:
                     spellings.setdefault(normalise(answer), answer)
             first, *others = spellings.values() or ("",)
-            owners[group.item.data_source] += [id_] * len(others)
-            pairs[group.item.data_source] += [(first, other) for other in others]
-        return {
-            id_
-            for data_source, own in pairs.items()
-            if own
-            for id_, is_equal in zip(owners[data_source], self.equal(own, data_source), strict=True)
-            if not is_equal
-        }
+            for other in others:
+                pairs[group.item.data_source].append((id_, (first, other)))
+        conflicting: set[str] = set()
+        for data_source, own in pairs.items():
+            verdicts = self.equal([pair for _, pair in own], data_source)
+            conflicting |= {id_ for (id_, _), is_equal in zip(own, verdicts, strict=True) if not is_equal}
+        return conflicting
 
     def _prompt(self, id_: str, item: Item, answer: str, refused: list[str]) -> Prompt | str:
         """Return the group's prompt, or the name of the counter that says why it has none."""
@@ -421,11 +396,7 @@ class _SetReader:
         )
 
     def _tokens(self, item: Item) -> tuple[int, ...]:
-        """Tokenize the prompt.
-
-        Raises:
-            NoProblemError: the chat template rejects a turn or leaves one out.
-        """
+        """Tokenize the prompt; a `NoProblemError` where the chat template rejects a turn or leaves one out."""
         turns = chat(item.problem, self.config, item.context)
         try:
             if item.context:

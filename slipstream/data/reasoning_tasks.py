@@ -27,18 +27,14 @@ _INSTALL = "install it: python -m pip install reasoning-gym"
 def task_rows(source: SourceConfig, *, field: str, seed: int) -> list[dict[str, Any]]:
     """Make the rows of a source whose path names a task.
 
-    Args:
-        field: name of the set, of which a seed is made where the settings have none, so that no two sets are alike.
-    Raises:
-        ConfigError: the package is not installed, or it has no such task or settings.
+    Where the settings have no seed, one is made of `seed` and the set's name `field`, so that no two sets are alike.
     """
     task = source.task
     assert task is not None
     made_seed = int(hashlib.sha256(f"{seed}/{field}".encode()).hexdigest()[:8], 16)
     size = {} if source.max_rows is None else {"size": source.max_rows}
     settings = {"seed": made_seed, **size, **source.config}
-    kind = _known(task, field)
-    known = [each.name for each in fields(kind)]
+    known = [each.name for each in fields(_settings_of(task, field))]
     for name in source.config:
         rule = f"must have settings of the task {task} alone, which are {', '.join(known)}"
         require(name in known, f"{field}.config", rule, name)
@@ -59,17 +55,12 @@ def task_rows(source: SourceConfig, *, field: str, seed: int) -> list[dict[str, 
 
 
 def task_score(answer: str | None, made_by: Mapping[str, Any]) -> float:
-    """Score an answer by the task's own `score_answer`.
-
-    Args:
-        answer: None where a response has none.
-        made_by: as a prompt keeps it under `EXTRA`.
-    """
+    """Score an answer, None where a response has none, by the task's own function; `made_by` stands under `EXTRA`."""
     dataset = _dataset(made_by["task"], json.dumps(made_by["settings"]))
     return float(dataset.score_answer(answer, _entry(dataset, made_by["index"])))
 
 
-def _known(task: str, field: str) -> type:
+def _settings_of(task: str, field: str) -> type:
     """Return the class of the task's settings."""
     try:
         known: dict[str, Any] = import_module("reasoning_gym.factory").DATASETS

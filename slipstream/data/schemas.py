@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from slipstream.config import ConfigError, require
@@ -102,12 +103,9 @@ def _turn(turn: Any, *, speaker: str, text: str) -> Turn:
 def _last_box(text: str) -> str:
     """Return what stands in the last `\\boxed{…}`; an IndexError where there is none that ends."""
     inside = text.split("\\boxed{")[1:][-1]
-    depth = 1
-    for end, char in enumerate(inside):
-        depth += {"{": 1, "}": -1}.get(char, 0)
-        if depth == 0:
-            return inside[:end]
-    raise IndexError("a box without an end")
+    depths = accumulate({"{": 1, "}": -1}.get(char, 0) for char in inside)
+    ends = [end for end, depth in enumerate(depths) if depth < 0]
+    return inside[: ends[0]]
 
 
 def _after(mark: str, answer: Any) -> Any:
@@ -163,11 +161,7 @@ class Item:
 
 
 def schema_of(source: SourceConfig, columns: Collection[str], *, field: str) -> Schema:
-    """Return the schema that the source declares, else the first known one whose columns are all among `columns`.
-
-    Raises:
-        ConfigError: a declared column is missing, or no schema fits; the message lists the columns found.
-    """
+    """Return the schema that the source declares, else the first known one whose columns are all among `columns`."""
     if source.columns is None:
         schema = next((schema for schema in SCHEMAS if set(schema.columns) <= set(columns)), None)
     else:
@@ -181,8 +175,8 @@ def schema_of(source: SourceConfig, columns: Collection[str], *, field: str) -> 
     mark, answer = source.answer_after, schema.answer
     if mark is None:
         return schema
-    require(answer is not None, f"{field}.answer_after", "must be left out where there is no answer", mark)
-    assert answer is not None
+    if answer is None:
+        raise ConfigError(f"{field}.answer_after must be left out where there is no answer, got {mark!r}")
     return replace(schema, answer=lambda row: _after(mark, said) if mark in (said := str(answer(row))) else None)
 
 
@@ -204,10 +198,8 @@ def _declared(names: ColumnsConfig, columns: Collection[str], field: str, path: 
 
 
 def read_item(schema: Schema, row: Any, *, data_source: str | None = None) -> Item:
-    """Read one row.
+    """Read one row, whose `data_source` is its own unless one is given.
 
-    Args:
-        data_source: name that the item gets; None: the row's own, if it has one.
     Raises:
         NoProblemError: a column's content does not follow the schema, or there is no user turn.
     """
@@ -228,11 +220,7 @@ def read_item(schema: Schema, row: Any, *, data_source: str | None = None) -> It
 
 
 def check_asks(item: Item, *, instruction: str) -> None:
-    """Check that the item asks something.
-
-    Raises:
-        NoProblemError: a turn is blank, or the problem only repeats `instruction`.
-    """
+    """Raise a `NoProblemError` where a turn is blank, or the problem only repeats `instruction`."""
     if is_blank(item.problem):
         raise NoProblemError("the problem is empty")
     if any(is_blank(said) for _, said in item.context):

@@ -57,11 +57,7 @@ class Rows:
 
 
 def read_rows(source: SourceConfig, *, field: str, seed: int) -> Rows:
-    """Read the rows of `source` that its `where` admits, at most `source.max_rows` of them, sampled by `seed`.
-
-    Raises:
-        ConfigError: the source does not exist, cannot be read, or has no such rows.
-    """
+    """Read the rows of `source` that its `where` admits, at most `source.max_rows` of them, sampled by `seed`."""
     datasets.disable_progress_bars()
     path = Path(source.path)
     local = source.path.startswith((".", "/", "~")) or path.suffix in _KINDS or path.is_dir()

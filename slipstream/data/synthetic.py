@@ -119,8 +119,7 @@ def dapo_rows(config: SyntheticConfig, *, split: Split, seed: int) -> list[Row]:
     chains = _unique_chains(rng, config, config.num_train_problems, validation=False)
     answers = [(_problem(terms), sum(terms)) for terms in chains] * config.num_copies
     answers += [(problem, answer + 1) for problem, answer in answers[: config.num_conflicting]]
-    leaked = aime_rows(config, seed=seed)[: config.num_leaked]
-    answers += [(row["problem"], int(row["answer"])) for row in leaked]
+    answers += [(row["problem"], int(row["answer"])) for row in aime_rows(config, seed=seed)[: config.num_leaked]]
     rng.shuffle(answers)
     return [_dapo_row(problem, answer, index) for index, (problem, answer) in enumerate(answers)]
 
@@ -196,9 +195,8 @@ def _draw_terms(rng: random.Random, config: SyntheticConfig, *, validation: bool
         if max(itertools.accumulate(terms)) <= MAX_ANSWER and _is_validation(terms) == validation:
             return tuple(terms)
     rule = f"must leave sums of so many terms at most {MAX_ANSWER}"
-    raise ConfigError(
-        f"data.synthetic.max_terms {rule}, got {num_terms}; lower it or max_term, or raise one_digit_rate"
-    )
+    fix = "lower it or max_term, or raise one_digit_rate"
+    raise ConfigError(f"data.synthetic.max_terms {rule}, got {num_terms}; {fix}")
 
 
 def _dapo_row(problem: str, answer: int, index: int) -> Row:
@@ -220,16 +218,15 @@ def _unique_chains(
     rng: random.Random, config: SyntheticConfig, num_chains: int, *, validation: bool
 ) -> list[tuple[int, ...]]:
     chains: dict[tuple[int, ...], None] = {}
+    tries = 0
     while len(chains) < num_chains:
-        for _ in range(_MAX_TRIES):
-            chain = _draw_terms(rng, config, validation=validation)
-            if chain not in chains:
-                break
-        else:
+        chain = _draw_terms(rng, config, validation=validation)
+        tries = tries + 1 if chain in chains else 0
+        chains[chain] = None
+        if tries == _MAX_TRIES:
             field = f"data.synthetic.num_{'validation' if validation else 'train'}_problems"
             rule = f"must be at most about {len(chains)}, as there are hardly more problems of these lengths"
             raise ConfigError(f"{field} {rule}, got {num_chains}; lower it, or raise max_terms or max_term")
-        chains[chain] = None
     return list(chains)
 
 

@@ -34,10 +34,7 @@ CHAT_TEMPLATE = (
 def build_tokenizer(*, max_length: int) -> PreTrainedTokenizerFast:
     """Build a tokenizer of one token a character; every character outside `CHARACTERS` becomes `<|unk|>`.
 
-    `<think>` and `</think>` are single tokens that decoding keeps, as Qwen3's are.
-
-    Args:
-        max_length: number of tokens of the model's longest sequence.
+    `<think>` and `</think>` are single tokens that decoding keeps, as Qwen3's are. `max_length` counts tokens.
     """
     from transformers import PreTrainedTokenizerFast  # takes a second, and most importers build no tokenizer
 

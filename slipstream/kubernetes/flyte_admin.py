@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from slipstream.config import require
+from slipstream.config import ConfigError
 from slipstream.kubernetes.profile import ClusterProfile
 
 TOKEN_VARIABLE = "FLYTE_TOKEN"
@@ -75,7 +75,7 @@ class FlyteAdmin:
 
     def attempts(self, execution: str, node: str) -> list[State]:
         """Return the attempts of a node's task."""
-        path = f"{self._path('task_executions', execution, node)}?{urlencode({'limit': _LIMIT})}"
+        path = f"{self._path('task_executions', execution, node)}?limit={_LIMIT}"
         found = self._ask("GET", path).get("taskExecutions") or []
         return [_state(each, str(each["id"].get("retryAttempt", 0))) for each in found]
 
@@ -120,25 +120,17 @@ class FlyteAdmin:
 def admin_of(
     profile: ClusterProfile, *, project: str = "", domain: str = "", environment: Mapping[str, str] = os.environ
 ) -> FlyteAdmin:
-    """Make the client of a profile's Flyte; project and domain are by default those of this pod.
-
-    Raises:
-        ConfigError: the profile names no endpoint.
-    """
+    """Make the client of a profile's Flyte; project and domain are by default those of this pod."""
     endpoint = profile.flyte.endpoint
-    fix = "as in http://flyte-http.flyte.svc.cluster.local:8088"
-    require(endpoint is not None, "flyte.endpoint", f"must be set in the profile {profile.name}", endpoint, fix)
+    if endpoint is None:
+        fix = "as in http://flyte-http.flyte.svc.cluster.local:8088"
+        raise ConfigError(f"flyte.endpoint must be set in the profile {profile.name}, got None; {fix}")
     return FlyteAdmin(
-        endpoint=str(endpoint),
+        endpoint=endpoint,
         project=project or environment.get(f"{_EXECUTION}PROJECT", "slipstream"),
         domain=domain or environment.get(f"{_EXECUTION}DOMAIN", "development"),
         token=environment.get(TOKEN_VARIABLE, ""),
     )
-
-
-def text(value: str) -> dict[str, Any]:
-    """Make a literal of a string."""
-    return {"scalar": {"primitive": {"stringValue": value}}}
 
 
 def optional_number(value: int) -> dict[str, Any]:
@@ -149,7 +141,7 @@ def optional_number(value: int) -> dict[str, Any]:
 
 def texts(*values: str) -> dict[str, Any]:
     """Make a literal of a list of strings."""
-    return {"collection": {"literals": [text(value) for value in values]}}
+    return {"collection": {"literals": [{"scalar": {"primitive": {"stringValue": value}}} for value in values]}}
 
 
 def _state(answer: Mapping[str, Any], name: str) -> State:

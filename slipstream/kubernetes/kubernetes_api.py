@@ -76,13 +76,15 @@ class Api:
     client: k8s.ApiClient
     timeout_s: float
 
+    @property
+    def core(self) -> k8s.CoreV1Api:
+        """Calls of the core API."""
+        return k8s.CoreV1Api(self.client)
+
     def ask(self, call: Callable[..., Any], *arguments: object, **options: object) -> Any:
-        """Return the answer of `call` within the time limit.
+        """Return the answer of `call` within the time limit, or raise a `Refusal`.
 
         The result is `Any`, because the client types every field as optional, also fields that the API always sets.
-
-        Raises:
-            Refusal: the server refused, or did not answer in time.
         """
         try:
             return call(*arguments, _request_timeout=self.timeout_s, **options)
@@ -96,11 +98,7 @@ class Api:
 
 
 def connect(*, context: str | None, timeout_s: float) -> Api:
-    """Connect to the cluster of the kubeconfig's `context`, or to the cluster of this pod.
-
-    Raises:
-        ConfigError: there is no kubeconfig, and this process runs in no pod.
-    """
+    """Connect to the cluster of the kubeconfig's `context`, or to the cluster of this pod."""
     configuration = k8s.Configuration()
     try:
         try:
@@ -125,9 +123,9 @@ def api_of(configuration: k8s.Configuration, *, timeout_s: float) -> Api:
 
 def delete_pod(api: Api, namespace: str, execution: str, node: str) -> bool:
     """Delete the pods of an execution's node, which Flyte labels with both names; return False if there is none."""
-    core, selector = k8s.CoreV1Api(api.client), f"execution-id={execution},node-id={node}"
+    selector = f"execution-id={execution},node-id={node}"
     try:
-        found = api.ask(core.list_namespaced_pod, namespace, label_selector=selector).items
+        found = api.ask(api.core.list_namespaced_pod, namespace, label_selector=selector).items
     except Refusal:
         return False
     running = [pod for pod in found if pod.status.phase == "Running"]
@@ -139,7 +137,7 @@ def delete_pod(api: Api, namespace: str, execution: str, node: str) -> bool:
 def delete(api: Api, namespace: str, pod: str) -> bool:
     """Delete a pod at once; return False if the server refuses."""
     try:
-        api.ask(k8s.CoreV1Api(api.client).delete_namespaced_pod, pod, namespace, grace_period_seconds=0)
+        api.ask(api.core.delete_namespaced_pod, pod, namespace, grace_period_seconds=0)
     except Refusal as refusal:
         return refusal.is_absent
     return True

@@ -26,10 +26,8 @@ USER = 1000  # user flytekit in both images
 SUBMITTER = PodSize(cpus=1, memory_gib=4, ephemeral_storage_gib=4)
 _RUNS, _SHM, _CHANNEL, _PROFILE = "runs", "shm", "compute-domain-channel", "profile"
 _CLUSTERS = "/root/configs/clusters"  # of both images
-_GPU = "nvidia.com/gpu"
+GPU = "nvidia.com/gpu"
 PRODUCT = "nvidia.com/gpu.product"  # label of nodes with GPUs, by the GPU operator's feature discovery
-
-
 PREFLIGHT_ACCOUNT = "slipstream-preflight"  # made by deploy/preflight, with the rights that a preflight needs
 
 
@@ -43,10 +41,8 @@ def preflight_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 def cpu_pod(profile: ClusterProfile) -> k8s.V1PodSpec:
     """Make the pod of a task without GPUs, in which Ray is a local instance on the loopback interface."""
-    pod = _base(profile, profile.cpu)
-    container = pod.containers[0]
-    container.env_from = _secrets(profile)
-    _share_memory(pod, container, profile.cpu)
+    pod = _with_shared_memory(_base(profile, profile.cpu), profile.cpu)
+    pod.containers[0].env_from = _secrets(profile)
     if profile.gpu is not None and not profile.gpu.takes_cpu_pods:  # a node without room for a worker stops every job
         without = k8s.V1NodeSelectorRequirement(key=PRODUCT, operator="DoesNotExist")
         terms = k8s.V1NodeSelector(node_selector_terms=[k8s.V1NodeSelectorTerm(match_expressions=[without])])
@@ -69,18 +65,16 @@ def ray_base(profile: ClusterProfile) -> k8s.V1PodSpec:
 
 def head_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
     """Make the overlay of Ray's head, which runs the task's process and alone has the servers' credentials."""
-    size = profile.head
-    assert size is not None
-    container = k8s.V1Container(name=RAY_HEAD, resources=_resources(size), env_from=_secrets(profile))
-    pod = k8s.V1PodSpec(containers=[container])
-    _share_memory(pod, container, size)
-    return pod
+    assert profile.head is not None
+    resources = _resources(amounts(profile.head))
+    container = k8s.V1Container(name=RAY_HEAD, resources=resources, env_from=_secrets(profile))
+    return _with_shared_memory(k8s.V1PodSpec(containers=[container]), profile.head)
 
 
 def worker_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
     """Make the overlay of a worker: all GPUs of a node, the fabric, and memory that may be pinned."""
     gpu = _gpu(profile)
-    resources = _resources(gpu.pod, {_GPU: gpu.gpus_per_node, **gpu.rdma_resources})
+    resources = _resources(worker_amounts(gpu))
     # With a channel of the ComputeDomain NCCL reaches other nodes over NVLink, or fails with an error.
     fabric = {"NCCL_DEBUG": "WARN", **({"NCCL_MNNVL_ENABLE": "1"} if gpu.channel_claim_template else {})}
     container = k8s.V1Container(
@@ -95,12 +89,11 @@ def worker_overlay(profile: ClusterProfile) -> k8s.V1PodSpec:
         node_selector={PRODUCT: gpu.product},
         affinity=_same_clique(gpu.clique_label) if gpu.clique_label else None,
     )
-    _share_memory(pod, container, gpu.pod)
     if gpu.channel_claim_template is not None:
         resources.claims = [k8s.CoreV1ResourceClaim(name=_CHANNEL)]
         claim = k8s.V1PodResourceClaim(name=_CHANNEL, resource_claim_template_name=gpu.channel_claim_template)
         pod.resource_claims = [claim]
-    return pod
+    return _with_shared_memory(pod, gpu.pod)
 
 
 def labels(component: str) -> dict[str, str]:
@@ -148,12 +141,11 @@ def _base(profile: ClusterProfile, size: PodSize, env: Sequence[k8s.V1EnvVar] = 
         file = f"{profile.name}.yaml"
         path = f"{_CLUSTERS}/{file}"
         mounts.append(k8s.V1VolumeMount(name=_PROFILE, mount_path=path, sub_path=file, read_only=True))
-        source = k8s.V1ConfigMapVolumeSource(name=profile.config_map)
-        volumes.append(k8s.V1Volume(name=_PROFILE, config_map=source))
+        volumes.append(k8s.V1Volume(name=_PROFILE, config_map=k8s.V1ConfigMapVolumeSource(name=profile.config_map)))
     rights = k8s.V1SecurityContext(allow_privilege_escalation=False, capabilities=k8s.V1Capabilities(drop=["ALL"]))
     container = k8s.V1Container(
         name=PRIMARY,
-        resources=_resources(size),
+        resources=_resources(amounts(size)),
         env=[*shared, *env],
         volume_mounts=mounts,
         security_context=rights,
@@ -186,20 +178,26 @@ def amounts(size: PodSize) -> dict[str, str]:
     }
 
 
-def _resources(size: PodSize, extended: dict[str, int] | None = None) -> k8s.V1ResourceRequirements:
+def worker_amounts(gpu: GpuNodes) -> dict[str, str]:
+    """Convert what a worker takes to Kubernetes quantities: its pod's size, all GPUs of a node, and RDMA."""
+    extended = {GPU: gpu.gpus_per_node, **gpu.rdma_resources}
+    return {**amounts(gpu.pod), **{name: str(count) for name, count in extended.items()}}
+
+
+def _resources(asked: dict[str, str]) -> k8s.V1ResourceRequirements:
     """Make requests equal to limits, so that a pod is never evicted for the use of another."""
-    asked = {**amounts(size), **{name: str(count) for name, count in (extended or {}).items()}}
     return k8s.V1ResourceRequirements(requests=dict(asked), limits=dict(asked))
 
 
-def _share_memory(pod: k8s.V1PodSpec, container: k8s.V1Container, size: PodSize) -> None:
+def _with_shared_memory(pod: k8s.V1PodSpec, size: PodSize) -> k8s.V1PodSpec:
     """Mount memory of the pod at /dev/shm in place of Kubernetes' 64 MiB."""
-    if not size.shared_memory_gib:
-        return
-    memory = k8s.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{size.shared_memory_gib}Gi")
-    pod.volumes = [*(pod.volumes or []), k8s.V1Volume(name=_SHM, empty_dir=memory)]
-    mount = k8s.V1VolumeMount(name=_SHM, mount_path="/dev/shm")
-    container.volume_mounts = [*(container.volume_mounts or []), mount]
+    if size.shared_memory_gib:
+        memory = k8s.V1EmptyDirVolumeSource(medium="Memory", size_limit=f"{size.shared_memory_gib}Gi")
+        pod.volumes = [*(pod.volumes or []), k8s.V1Volume(name=_SHM, empty_dir=memory)]
+        (container,) = pod.containers
+        mount = k8s.V1VolumeMount(name=_SHM, mount_path="/dev/shm")
+        container.volume_mounts = [*(container.volume_mounts or []), mount]
+    return pod
 
 
 def _same_clique(label: str) -> k8s.V1Affinity:

@@ -25,9 +25,8 @@ from kubernetes.utils.quantity import parse_quantity
 from slipstream.config import ConfigError, require
 from slipstream.kubernetes import pods
 from slipstream.kubernetes.kubernetes_api import Api, Finding, Refusal, State, connect, delete
-from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, PodSize, Queue, Scheduler
+from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, Queue, Scheduler
 
-_GPU = "nvidia.com/gpu"
 _RAY = ("rayjobs.ray.io", "v1", "KubeRay")  # custom resource, version, provider
 _DOMAIN = ("computedomains.resource.nvidia.com", "v1beta1", "NVIDIA's DRA driver")
 _QUEUES = {
@@ -47,7 +46,6 @@ _PROBE_S = 120.0  # time of the pod that writes to the shared root
 _COLUMNS = 100
 _ROOT = "shared root"
 
-
 Judgement = tuple[str, str]
 """Words for what was found, and the fix if it is not enough."""
 
@@ -55,12 +53,9 @@ Judgement = tuple[str, str]
 def _row(
     what: str, needed: str, judge: Callable[[], Judgement], *, right: str, absent: str = "", refused: str = ""
 ) -> Finding:
-    """Make the row of a check by calls to the API server.
+    """Make the row of a check by calls to the API server; `refused` is the fix if it refuses the object that was sent.
 
-    Args:
-        right: right that the caller needs, as in `list nodes`.
-        absent: fix for an object that does not exist.
-        refused: fix if the server refuses the object that was sent, rather than the caller.
+    `right` and `absent` are as in `Refusal.finding`.
     """
     try:
         found, fix = judge()
@@ -113,8 +108,6 @@ def check(
     Args:
         image: image with a shell for a pod that writes to the shared root; None starts no pod.
         own_root: shared root of this process in a pod of the cluster, which then writes in place of another pod.
-    Raises:
-        ConfigError: the profile describes this machine, or the namespace has no name.
     """
     require_pods(profile)
     require(namespace != "", "namespace", "must name a namespace", namespace)
@@ -169,13 +162,10 @@ def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes) -> Iterator[Finding
     """Rows for nodes of workers, of Ray's head and of other pods, from one list; one row if the list is refused."""
     head = profile.head
     assert head is not None
-    counts = {name: str(count) for name, count in {_GPU: gpu.gpus_per_node, **gpu.rdma_resources}.items()}
-    worker = {**pods.amounts(gpu.pod), **counts}
-    each = ", ".join(f"{name} {amount}" for name, amount in worker.items())
-    what, needed = "GPU nodes", f"{gpu.nodes} {_where(gpu)}, each {each}"
-    options = {"label_selector": _selector(profile.labels)} if profile.labels else {}
+    worker = pods.worker_amounts(gpu)
+    what, needed = "GPU nodes", f"{gpu.nodes} {_where(gpu)}, each {_listed(worker)}"
     try:
-        nodes = api.ask(k8s.CoreV1Api(api.client).list_node, **options).items
+        nodes = api.ask(api.core.list_node, label_selector=_selector(profile.labels)).items
     except Refusal as refusal:
         yield refusal.finding(what, needed=needed, right="list nodes", absent="")
         return
@@ -186,7 +176,7 @@ def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes) -> Iterator[Finding
     able = [node for node in nodes if _labels(node).get(_ARCHITECTURE) == gpu.architecture.value]
     yield _room(
         "nodes for Ray's head and submitter",
-        f"{_amounts(head)} and {_amounts(pods.SUBMITTER)}, beside a worker",
+        f"{_listed(pods.amounts(head))} and {_listed(pods.amounts(pods.SUBMITTER))}, beside a worker",
         [
             _unusable(node, beside if _labels(node).get(pods.PRODUCT) == gpu.product else alone, profile)
             for node in able
@@ -197,7 +187,7 @@ def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes) -> Iterator[Finding
         others = [node for node in nodes if pods.PRODUCT not in _labels(node)]
         yield _room(
             "nodes for pods without GPUs",
-            _amounts(profile.cpu),
+            _listed(pods.amounts(profile.cpu)),
             [_unusable(node, _total(pods.amounts(profile.cpu)), profile) for node in others],
             "add one without GPUs, or set gpu.takes_cpu_pods in the profile and leave room for these pods",
         )
@@ -239,7 +229,7 @@ def _queue(api: Api, profile: ClusterProfile, queue: Queue, namespace: str) -> I
         return active.get("message") or "not active", "kubectl apply -k deploy/kueue, with the quota of your nodes"
 
     def judge_mapping() -> Judgement:
-        answer = api.ask(k8s.CoreV1Api(api.client).read_namespaced_config_map, *_KUEUE_CONFIG)
+        answer = api.ask(api.core.read_namespaced_config_map, *_KUEUE_CONFIG)
         if any(_CHANNEL_CLASS in text for text in (answer.data or {}).values()):
             return "mapped", ""
         return "not mapped", "merge deploy/kueue/manager_config.yaml into it: Kueue >= 0.18 admits no unmapped claim"
@@ -256,7 +246,7 @@ def _queue(api: Api, profile: ClusterProfile, queue: Queue, namespace: str) -> I
 
 def _named(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[Finding]:
     """Rows for named objects in the namespace; no value of a secret is read."""
-    core, account = k8s.CoreV1Api(api.client), profile.service_account
+    account = profile.service_account
     services = (service.secret for service in (profile.tracking, profile.object_store) if service)
     secrets = (*((name, ()) for name in services), (profile.ray_token_secret, (pods.RAY_TOKEN_KEY,)))
     for name, keys in secrets:
@@ -273,18 +263,18 @@ def _named(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[Findin
         yield _row(
             f"service account {account}",
             "present",
-            partial(_seen, "present", api, core.read_namespaced_service_account, account, namespace),
+            partial(_seen, "present", api, api.core.read_namespaced_service_account, account, namespace),
             right="get serviceaccounts",
             absent=f"create it in namespace {namespace}: deploy/ has it",
         )
     needed = run_quota(profile)
-    room = f"room for {', '.join(f'{name} {amount}' for name, amount in needed.items())}"
-    yield _row("quota", room, partial(_judge_quota, api, namespace, needed), right="list resourcequotas")
+    judge = partial(_judge_quota, api, namespace, needed)
+    yield _row("quota", f"room for {_listed(needed)}", judge, right="list resourcequotas")
 
 
 def _dry_runs(api: Api, manifests: Mapping[str, Any], namespace: str) -> Iterator[Finding]:
     """Rows for a server-side dry run of each pod: schema, defaults and every admission plugin; no pod is created."""
-    create = k8s.CoreV1Api(api.client).create_namespaced_pod
+    create = api.core.create_namespaced_pod
     for role, manifest in manifests.items():
         yield _row(
             f"pod {role}, dry run",
@@ -311,7 +301,7 @@ def run_quota(profile: ClusterProfile) -> dict[str, str]:
     return {
         "requests.cpu": str(gpu.nodes * gpu.pod.cpus + head.cpus + pods.SUBMITTER.cpus),
         "requests.memory": f"{gpu.nodes * gpu.pod.memory_gib + head.memory_gib + pods.SUBMITTER.memory_gib}Gi",
-        f"requests.{_GPU}": str(gpu.nodes * gpu.gpus_per_node),
+        f"requests.{pods.GPU}": str(gpu.nodes * gpu.gpus_per_node),
     }
 
 
@@ -352,8 +342,8 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _amounts(size: PodSize) -> str:
-    return ", ".join(f"{name} {amount}" for name, amount in pods.amounts(size).items())
+def _listed(amounts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {amount}" for name, amount in amounts.items())
 
 
 def _selector(labels: Mapping[str, str]) -> str:
@@ -425,7 +415,7 @@ def _judge_template(api: Api, namespace: str, name: str) -> Judgement:
 
 
 def _judge_secret(api: Api, namespace: str, name: str, wanted: Sequence[str]) -> Judgement:
-    keys = sorted(api.ask(k8s.CoreV1Api(api.client).read_namespaced_secret, name, namespace).data or {})
+    keys = sorted(api.ask(api.core.read_namespaced_secret, name, namespace).data or {})
     lacking = sorted(set(wanted) - set(keys))
     fix = "" if keys else "it is empty: add keys"
     return f"keys {', '.join(keys) or 'none'}", f"add the keys {', '.join(lacking)}" if lacking else fix
@@ -435,7 +425,7 @@ def _claim(api: Api, namespace: str, claim: str) -> list[Finding]:
     """Rows for the claim, bound or waiting for its first pod, and its storage class; every node may write to it."""
     what, needed = f"volume claim {claim}", f"Bound, {_SHARED}"
     try:
-        answer = api.ask(k8s.CoreV1Api(api.client).read_namespaced_persistent_volume_claim, claim, namespace)
+        answer = api.ask(api.core.read_namespaced_persistent_volume_claim, claim, namespace)
     except Refusal as refusal:
         fix = f"create it in namespace {namespace}: deploy/ has one to adapt"
         return [refusal.finding(what, needed=needed, right="get persistentvolumeclaims", absent=fix)]
@@ -461,7 +451,7 @@ def _judge_class(api: Api, name: str) -> Judgement:
 
 def _judge_quota(api: Api, namespace: str, needed: Mapping[str, str]) -> Judgement:
     """Find the quotas without room for a run."""
-    quotas, lacking = api.ask(k8s.CoreV1Api(api.client).list_namespaced_resource_quota, namespace).items, []
+    quotas, lacking = api.ask(api.core.list_namespaced_resource_quota, namespace).items, []
     for quota in quotas:
         hard, used = quota.status.hard or {}, quota.status.used or {}
         for name in sorted(needed.keys() & hard.keys()):
@@ -487,8 +477,7 @@ def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
 
 def _probe(api: Api, namespace: str, manifest: Mapping[str, Any], group: int) -> Judgement:
     """Start a pod that writes, reads and removes a file on the shared root; the pod is always deleted."""
-    core = k8s.CoreV1Api(api.client)
-    name = api.ask(core.create_namespaced_pod, namespace, manifest).metadata.name
+    name = api.ask(api.core.create_namespaced_pod, namespace, manifest).metadata.name
     try:
         found, fix = _wait(api, namespace, name, _PROBE_S, group)
     except Refusal as refusal:
@@ -539,7 +528,7 @@ def _wait(api: Api, namespace: str, name: str, timeout_s: float, group: int) -> 
     """Wait for the pod; returns its end in words, and the fix if it could not write."""
     waited_s, phase, reason = 0.0, "Pending", "no status"
     while waited_s < timeout_s:
-        pod = api.ask(k8s.CoreV1Api(api.client).read_namespaced_pod, name, namespace)
+        pod = api.ask(api.core.read_namespaced_pod, name, namespace)
         if pod.status.phase == "Succeeded":
             return "written, read and removed", ""
         phase, reason = pod.status.phase, _reason(pod)
@@ -569,30 +558,18 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
 def preflight(profile: ClusterProfile, *, root: Path, timeout_s: float) -> PreflightRecord:
-    """Check the cluster of this pod.
-
-    Raises:
-        ConfigError: the process runs in no pod with a service account's token, or the profile describes this machine.
-    """
+    """Check the cluster of this pod."""
     namespace = own_namespace()
     return check(connect(context=None, timeout_s=timeout_s), profile, namespace=namespace, own_root=root)
 
 
 def own_namespace(path: Path = NAMESPACE_FILE) -> str:
-    """Read the namespace of this pod.
-
-    Raises:
-        ConfigError: no token of a service account is mounted.
-    """
+    """Read the namespace of this pod, which must have a service account's token."""
     require(path.is_file(), "preflight", "must run in a pod with a service account's token", f"no {path}")
     return path.read_text().strip()
 
 
 def require_ready(record: PreflightRecord) -> None:
-    """Refuse a cluster with missing findings.
-
-    Raises:
-        ConfigError: a finding is missing; the error contains the table.
-    """
+    """Refuse a cluster with missing findings, with the table of them all."""
     if record.num_missing:
         raise ConfigError(f"cluster {record.cluster} lacks {record.num_missing} of what its runs need:\n{record.table}")

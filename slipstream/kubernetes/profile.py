@@ -37,11 +37,6 @@ CLUSTER_VARIABLE = "SLIPSTREAM_CLUSTER"
 """Environment variable with the name of the profile, at registration and in every pod."""
 LOCAL = "local"
 
-
-def _is_below_root(path: str) -> bool:
-    return PurePosixPath(path).is_absolute() and path != "/"
-
-
 _ADDRESS = re.compile(r"[^@\s]+@[^@\s]+\.[^@\s]+")
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")  # of a Kubernetes object: RFC 1123 subdomain
 _NAME_RULE = "must be a name of Kubernetes: lower-case letters, digits, '-' and '.'"
@@ -51,8 +46,7 @@ Addresses = Annotated[
     rule("must hold e-mail addresses", lambda addresses: all(map(_ADDRESS.fullmatch, addresses))),
     Fix("Slack shows a channel's"),
 ]
-
-
+MountPath = Annotated[str, rule("must be an absolute path below /", lambda path: path.startswith("/") and path != "/")]
 Address = Annotated[str, rule("must be http:// or https://", lambda uri: uri.startswith(("http://", "https://")))]
 
 
@@ -125,8 +119,7 @@ class GpuNodes(Checked, path="gpu"):
         self._require(self.pod.shared_memory_gib > 0, "pod.shared_memory_gib", "must be >= 1", fix)
         rule = "must read vendor/name: count >= 1"
         for name, count in self.rdma_resources.items():
-            is_sound = "/" in name and count >= 1
-            require(is_sound, "gpu.rdma_resources", rule, {name: count}, "as in rdma/ib: 4")
+            require("/" in name and count >= 1, "gpu.rdma_resources", rule, {name: count}, "as in rdma/ib: 4")
 
 
 class SharedStorage(Checked, path="storage"):
@@ -134,7 +127,7 @@ class SharedStorage(Checked, path="storage"):
 
     claim: Name
     """Name of the volume's claim."""
-    mount_path: Annotated[str, rule("must be an absolute path below /", _is_below_root)]
+    mount_path: MountPath
     """Path at which pods mount the volume."""
     group: NonNegativeInt = 1000
     """Group of the files: fsGroup of every pod."""
@@ -243,7 +236,9 @@ class ClusterProfile(Checked):
 
     def _check(self) -> None:
         if self.storage is None:
-            self._check_local()
+            for name in ("gpu", "head", "queue", "tracking", "object_store", "service_account", "ray_token_secret"):
+                value = getattr(self, name)
+                require(value is None, name, "must be left out without storage", value, "pods need a shared volume")
             return
         root, mount = PurePosixPath(self.run_root), PurePosixPath(self.storage.mount_path)
         rule = f"must lie below storage.mount_path {mount}"
@@ -253,11 +248,6 @@ class ClusterProfile(Checked):
             fix = "name a secret with the key auth_token: without it anybody in the network may run code"
             require(self.ray_token_secret is not None, "ray_token_secret", "is required with gpu", None, fix)
 
-    def _check_local(self) -> None:
-        for name in ("gpu", "head", "queue", "tracking", "object_store", "service_account", "ray_token_secret"):
-            value = getattr(self, name)
-            require(value is None, name, "must be left out without storage", value, "pods need a shared volume")
-
     @property
     def is_local(self) -> bool:
         """True if tasks run in this process rather than in pods."""
@@ -265,11 +255,7 @@ class ClusterProfile(Checked):
 
 
 def read_profile(name: str) -> ClusterProfile:
-    """Read the profile `configs/clusters/<name>.yaml`, or the file `name`.
-
-    Raises:
-        ConfigError: the file is missing or not YAML, a key is unknown, or a rule is broken; the error names the file.
-    """
+    """Read the profile `configs/clusters/<name>.yaml`, or the file `name`, which an error names."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else CLUSTERS / f"{name}.yaml"
     known = ", ".join(sorted(p.stem for p in CLUSTERS.glob("*.yaml")))
     require(os.path.isfile(path), CLUSTER_VARIABLE, "must name a cluster profile", name, f"known profiles: {known}")
@@ -291,11 +277,8 @@ def active_profile(environment: Mapping[str, str] = os.environ) -> ClusterProfil
 def shared_root(run_root: str, profile: ClusterProfile, *, is_local: bool) -> Path:
     """Return `run_root` as a directory that every task of the execution sees.
 
-    Args:
-        is_local: True if all tasks run in this process, as in `slipstream run`.
-    Raises:
-        ConfigError: `run_root` is a URI, which would become a directory on the pod's own disk; or, in pods, a path that
-            is relative or outside the shared volume, which would be lost with the pod.
+    A URI, which would become a directory on the pod's own disk, is refused. So is in pods a path that is relative or
+    outside the shared volume, which would be lost with the pod. With `is_local` all tasks run in this process.
     """
     require("://" not in run_root, "run_root", "must be a path, not a URI", run_root, f"as in {profile.run_root}")
     if is_local:
@@ -311,11 +294,7 @@ def shared_root(run_root: str, profile: ClusterProfile, *, is_local: bool) -> Pa
 
 
 def require_fits(profile: ClusterProfile, *, nodes: int, gpus_per_node: int, trains_from_scratch: bool) -> None:
-    """Refuse a recipe whose placement the cluster's nodes cannot hold.
-
-    Raises:
-        ConfigError: the placement does not fit; the error names the recipe's field.
-    """
+    """Refuse a recipe whose placement the cluster's nodes cannot hold."""
     where = f"cluster {profile.name}"
     if profile.gpu is None:
         fix = "register for a cluster with GPUs, as in make register CLUSTER=gb200"

@@ -12,7 +12,6 @@ from slipstream.config import LARGEST, NUMBER, Checked, NonNegativeInt, Positive
 MAX_ANSWER_CHARS = 512
 """Longer answers score 0 unread; a request must fit into a pipe's buffer, or writing it could block."""
 
-
 MATHEMATICS, REASONING_GYM = "mathematics", "reasoning_gym"
 BUILT_IN = (MATHEMATICS, REASONING_GYM)
 """Rewards that need no file: the comparison of answers in mathematics, and reasoning-gym's own score of its tasks."""

@@ -131,17 +131,14 @@ def _without_unit(text: str) -> tuple[str, str, int]:
         scale = _SCALES.get(words[0].removesuffix("s"), 1) if words else 1
         words = words[1:] if scale != 1 else words
         words = words[1:] if words[:1] == ["of"] else words
-        if match[1] is None and scale == 1 and not _is_known(words):
+        is_known = words and (_unit(words) in _UNIT_WORDS.values() or words[0] in _SHORT_UNITS)
+        if match[1] is None and scale == 1 and not is_known:
             return text, "", 1
         if any(word.removesuffix("s") in _NO_UNITS or word in _NO_UNITS for word in words):
             raise UnreadError(text)
         exponent = match[2] or match[4]
         return text[: match.start()].strip(), _unit(words) + (f"^{exponent}" if exponent else ""), scale
     return text, "", 1
-
-
-def _is_known(words: Sequence[str]) -> bool:
-    return bool(words) and (_unit(words) in _UNIT_WORDS.values() or words[0] in _SHORT_UNITS)
 
 
 def _unit(words: Sequence[str]) -> str:

@@ -36,12 +36,10 @@ class RewardError(RuntimeError):
 
 @contextmanager
 def open_reward(config: RewardConfig, *, per_step: int = 0) -> Iterator[Reward]:
-    """Open the reward of a recipe; its processes end with the block.
+    """Open the reward of a recipe, whose functions must load; its processes end with the block.
 
     Args:
         per_step: responses of a training step, where a call of `judge` may score some of them alone.
-    Raises:
-        ConfigError: a reward function cannot be loaded.
     """
     with closing(SummedReward(config, per_step=per_step)) as reward:
         for part in config.parts:
@@ -103,11 +101,7 @@ class SummedReward:
         return own or [FunctionConfig(function=built_in)]
 
     def of(self, function: str) -> Reward:
-        """Return the reward of one function, which the first call loads.
-
-        Raises:
-            ConfigError: it cannot be loaded.
-        """
+        """Return the reward of one function, which the first call loads."""
         if function not in self._rewards:
             if function == MATHEMATICS:
                 self._rewards[function] = Verifier(self._config)
@@ -135,14 +129,7 @@ class FunctionReward:
     """
 
     def __init__(self, config: RewardConfig, function: str, *, per_step: int = 0) -> None:
-        """Keep the limits of `config`, and load the function once.
-
-        Args:
-            function: `FILE:NAME`, or a built-in one.
-            per_step: as in `open_reward`.
-        Raises:
-            ConfigError: there is no such file or function, it cannot be imported, or it takes other arguments.
-        """
+        """Keep the limits of `config`, and load the function, `FILE:NAME` or a built-in one, to see that it can be."""
         if function not in BUILT_IN:
             _file_and_name(function)
         self._function = function
@@ -221,8 +208,7 @@ def _metric(name: str) -> str:
 def kept(config: RewardConfig, directory: Path) -> RewardConfig:
     """Name the copies of the reward functions' files that an execution keeps in `directory`: names have their hashes.
 
-    Raises:
-        ConfigError: there is no such file, or a copy was changed after the execution had begun.
+    A copy that was changed after the execution had begun is refused.
     """
     functions = tuple(replace(part, function=_copy(part.function, directory)) for part in config.functions)
     function = None if config.function is None else _copy(config.function, directory)
@@ -250,11 +236,7 @@ def write_kept(config: RewardConfig, copy: RewardConfig) -> None:
 
 
 def _file_and_name(function: str) -> tuple[Path, str]:
-    """Split `FILE:NAME`.
-
-    Raises:
-        ConfigError: it is of another form, or there is no such file.
-    """
+    """Split `FILE:NAME`, of a file that exists."""
     path, _, name = function.rpartition(":")
     fix = f"as in reward.py:compute_score, or {' or '.join(BUILT_IN)}"
     require(bool(path) and name.isidentifier(), "reward.function", "must be FILE:NAME", function, fix)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from slipstream.rewards.config import MATHEMATICS, RewardConfig
 
@@ -67,11 +67,7 @@ class WorkerPool:
     """Up to `num_workers` processes, started on demand and restarted after a kill. Not thread-safe."""
 
     def __init__(self, function: str, config: RewardConfig) -> None:
-        """Keep the settings; nothing starts yet.
-
-        Args:
-            function: `FILE:NAME` of a Python function, or one of `BUILT_IN`.
-        """
+        """Keep the settings; nothing starts yet. `function` is `FILE:NAME`, or one of `BUILT_IN`."""
         self._function = function
         self._config = config
         self._workers: list[_Worker] = []
@@ -83,19 +79,14 @@ class WorkerPool:
         self._workers = []
 
     def start(self) -> None:
-        """Start one worker and wait until its function is loaded.
-
-        Raises:
-            RuntimeError: it could not be.
-        """
+        """Start one worker and wait until its function is loaded; a `RuntimeError` where it cannot be."""
         self._workers.append(_Worker(self._function, self._config))
         self.run(())
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """Call the function with each of `requests`; all workers are idle when this returns.
 
-        Raises:
-            RuntimeError: a worker could not start, or its function could not be loaded.
+        A worker that cannot start or load its function is a `RuntimeError`.
         """
         queue, failures = _jobs(requests)
         values: list[Any] = [None] * len(requests)
@@ -163,16 +154,12 @@ class _Worker:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, start_new_session=True
         )
-        assert self._process.stdin is not None
-        fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, _REQUEST_BYTES)
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._requests, self.replies = self._process.stdin, self._process.stdout
+        fcntl.fcntl(self._requests, fcntl.F_SETPIPE_SZ, _REQUEST_BYTES)
         self.job: Job | None = None
         self.deadline_s = time.monotonic() + _START_TIMEOUT_S
         self.ready = False
-
-    @property
-    def replies(self) -> IO[bytes]:
-        assert self._process.stdout is not None
-        return self._process.stdout
 
     def is_idle(self) -> bool:
         return self.ready and self.job is None
@@ -182,27 +169,22 @@ class _Worker:
 
     def send(self, job: Job, *, timeout_s: float) -> None:
         """Start `job`. The death of an idle worker shows when its reply is read."""
-        assert self._process.stdin is not None
         self.job, self.deadline_s = job, time.monotonic() + timeout_s
         try:
-            self._process.stdin.write(job[2])
+            self._requests.write(job[2])
         except BrokenPipeError:
             logger.debug("a reward worker died while idle")
 
     def take_reply(self) -> tuple[Job | None, dict[str, Any]]:
-        """The finished job (None: the worker got ready) and the reply, empty if there is none to trust.
-
-        Raises:
-            RuntimeError: the function could not be loaded.
-        """
+        """The finished job (None: the worker got ready) and the reply, empty if there is none to trust."""
         job, line = self.job, self.replies.read(_REQUEST_BYTES)
         try:
             reply: dict[str, Any] = json.loads(line)
         except ValueError:  # nothing, for the process has ended, or what a child of the function wrote
             reply = {}
-        if reply and not self.ready and "error" in reply:
-            raise RuntimeError(reply["error"])
         if reply:
+            if not self.ready and "error" in reply:
+                raise RuntimeError(reply["error"])
             self.ready, self.job = True, None
         return job, reply
 
@@ -210,6 +192,5 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # with whatever the function started
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            pipe.close()
+        self._requests.close()
+        self.replies.close()

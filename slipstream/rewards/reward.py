@@ -45,9 +45,6 @@ def penalized(
 
     A response of n tokens loses `penalty` x (n - (limit - buffer)) / buffer where that is above 0.
 
-    Args:
-        lengths: tokens of each response.
-        max_response_tokens: the limit, in tokens.
     Source:
         Soft overlong punishment: DAPO, arXiv:2503.14476, equation 13.
     """
@@ -66,11 +63,9 @@ class Reward(Protocol):
     """Scores responses. Not thread-safe."""
 
     def judge(self, prompts: Sequence[Prompt], responses: Sequence[str], *, cut_off: Sequence[bool]) -> RewardResult:
-        """Score `responses[i]` to `prompts[i]`.
+        """Score `responses[i]` to `prompts[i]`, with `<think>` before it where its prompt ends inside a thought.
 
-        Args:
-            responses: with `<think>` before those whose prompt ends inside a thought.
-            cut_off: whether each response ran into its limit.
+        `cut_off` says which responses ran into their limit.
         """
         ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from functools import lru_cache
+from itertools import accumulate
 
 SET_START, SET_END = "\N{LEFT WHITE CURLY BRACKET}", "\N{RIGHT WHITE CURLY BRACKET}"
 PLUS_MINUS, MINUS_PLUS = "\N{PLUS-MINUS SIGN}", "\N{MINUS-OR-PLUS SIGN}"
@@ -83,7 +84,6 @@ _MATH_MODE = re.compile(r"(?<!\\)\$")
 _DEGREES = re.compile(r"\s*\^\s*(?:\\circ(?![A-Za-z])|\{\s*\\circ\s*\}|" + DEGREE + r"|\{\s*" + DEGREE + r"\s*\})")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\,|\{,\}|,\\!\s*)\d{3})+(?!\d)")
 _NOT_DIGIT = re.compile(r"\D+")
-_NO_SPACE = re.compile(r"\\!")
 _SPACE = re.compile(r"(?:(?<!\\)\\[,;:> ]|~|\\hspace\{[^{}]*\}|\s)+")
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _LETTERS = re.compile(r"[A-Za-z]+")
@@ -93,12 +93,11 @@ _PLAIN_CONNECTIVE = re.compile(r"\s*,?\s+(?:and|or)\s+")
 _CLOSING = re.compile(r"(?<![\\.])\.+$")
 _BRACES = re.compile(r"\\[{}]|[{}]")
 _EMPHASIS = ("**", "__", "*", "_", "`", '"', "'")
-
-
 _INVISIBLE = re.compile("[\u00ad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff]+")
 _WORD = re.compile(r"[A-Za-z]{3,}")
 _BLANK_NUMBERS = re.compile(r"(?<![_\d])\d+\s+\d")
 _DANGLING = re.compile(r"^[*/^_]|[-+*/^_]$")
+_IN_DEGREES = re.compile(r"(\d+(?:\.\d+)?)" + DEGREE)
 _TO_LATEX = {
     SET_START: "\\{",
     SET_END: "\\}",
@@ -110,16 +109,16 @@ _TO_LATEX = {
     "%": "\\%",
     "*": "\\cdot ",
 }
-_FROM_SPELLED = str.maketrans(_TO_LATEX)
 
 
 def spell(answer: str) -> str:
     """Convert a bare answer to the normal form that `values.parse` reads."""
     text = unwrap(answer if answer.isascii() else _ascii(answer))
     text = _THOUSANDS.sub(lambda match: _NOT_DIGIT.sub("", match[0]), text)
-    text = _MATH_MODE.sub("", _NO_SPACE.sub("", _COLOR.sub("", text)))
+    text = _MATH_MODE.sub("", _COLOR.sub("", text).replace("\\!", ""))
     text = _RAISED_O.sub(DEGREE, _REALS.sub(r"(-\\infty,\\infty)", text))
-    text = _COMMAND.sub(_command, _ESCAPE.sub(lambda match: _ESCAPED.get(match[0], " "), text))
+    text = _ESCAPE.sub(lambda match: _ESCAPED.get(match[0], " "), text)
+    text = _COMMAND.sub(lambda match: _COMMANDS.get(match[1], match[0]), text)
     text = _DEGREES.sub(DEGREE, _SPACE.sub(" ", text))
     text = _PLAIN_CONNECTIVE.sub(", ", _TEXT.sub(_words, text))
     return unwrap(text.replace("{,}", ","))
@@ -136,9 +135,6 @@ def unwrap(text: str) -> str:
             return text
 
 
-_IN_DEGREES = re.compile(r"(\d+(?:\.\d+)?)" + DEGREE)
-
-
 def without_invisible(text: str) -> str:
     """Remove characters without width: soft hyphens, joiners and direction marks."""
     return text if text.isascii() else _INVISIBLE.sub("", text)
@@ -146,18 +142,14 @@ def without_invisible(text: str) -> str:
 
 def to_latex(spelled: str) -> str:
     """Convert the normal form of an expression to LaTeX, with degrees as radians."""
-    return _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", spelled).translate(_FROM_SPELLED)
+    return _IN_DEGREES.sub(r"\\frac{\1\\pi}{180}", spelled).translate(str.maketrans(_TO_LATEX))
 
 
 def is_balanced(text: str) -> bool:
     """Return True if the braces are balanced, so that `\\boxed{text}` is one box."""
-    depth = 0
-    for match in _BRACES.finditer(text):
-        if not match[0].startswith("\\"):
-            depth += 1 if match[0] == "{" else -1
-        if depth < 0:
-            return False
-    return depth == 0
+    braces = [brace for brace in _BRACES.findall(text) if not brace.startswith("\\")]
+    depths = [0, *accumulate(1 if brace == "{" else -1 for brace in braces)]
+    return min(depths) == depths[-1] == 0
 
 
 def looks_mathematical(spelled: str) -> bool:
@@ -216,10 +208,6 @@ def _char(char: str) -> str:
     if name.startswith("GREEK CAPITAL LETTER ") and name.count(" ") == 3:
         return f"\\{name.rpartition(' ')[2].capitalize()} "
     return plain
-
-
-def _command(match: re.Match[str]) -> str:
-    return _COMMANDS.get(match[1], match[0])
 
 
 def _words(match: re.Match[str]) -> str:

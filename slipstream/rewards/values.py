@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from slipstream.rewards.expressions import Number, UnreadError, equal_equations, equal_numbers, is_rounding, read_number
 from slipstream.rewards.spelling import AT_LEAST, AT_MOST, FUNCTIONS, MINUS_PLUS, PLUS_MINUS, SET_END, SET_START, spell
@@ -259,11 +259,7 @@ def _pieces(text: str, *, is_inside: bool) -> list[str]:
     A comma before a blank separates, and so do all commas if some do not fit thousands. Inside brackets, a comma
     without a blank belongs to thousands only where other commas have a blank, or where a group begins with 0.
     """
-    cuts, level = [], 0
-    for index, char in enumerate(text):
-        level += (char in _OPEN) - (char in _CLOSE)
-        if char in ",;" and level == 0:
-            cuts.append(index)
+    cuts = [index for index, level in enumerate(_levels(text)) if text[index] in ",;" and level == 0]
     if not cuts:
         return [text]
     wide = [cut for cut in cuts if text[cut] == ";" or text[cut + 1 : cut + 2].isspace()]
@@ -284,10 +280,7 @@ def _pieces(text: str, *, is_inside: bool) -> list[str]:
 
 def _bag(pieces: Sequence[str], depth: int) -> Value:
     """Read a list without brackets; a single name that all values are assigned to is dropped."""
-    values: list[Value] = []
-    for piece in pieces:
-        value = _value(piece, depth + 1)
-        values += _listed(value)
+    values = [each for piece in pieces for each in _listed(_value(piece, depth + 1))]
     names = {each.name for each in values if isinstance(each, Equation)}
     if len(names) == 1 and None not in names:
         values = [each.value or each if isinstance(each, Equation) else each for each in values]
@@ -320,14 +313,15 @@ def _distinct(values: Sequence[Value]) -> list[Value]:
     return found
 
 
+def _levels(text: str) -> list[int]:
+    """Return how many brackets are open after each character."""
+    return list(accumulate((char in _OPEN) - (char in _CLOSE) for char in text))
+
+
 def _encloses(text: str) -> bool:
     """Return True if the first bracket is closed by the last character."""
-    level = 0
-    for index, char in enumerate(text):
-        level += (char in _OPEN) - (char in _CLOSE)
-        if level == 0:
-            return index == len(text) - 1
-    return False
+    *inner, last = _levels(text)
+    return last == 0 and 0 not in inner
 
 
 def _matrix(body: str, depth: int) -> Value:
@@ -354,7 +348,8 @@ def _equation(text: str, depth: int) -> Value:
     if any(verdict is False and _are_constants(a, b) for verdict, (a, b) in zip(verdicts, pairs, strict=True)):
         raise _ValueError(Unread.FALSE)
     if all(verdicts):
-        value = _most_exact(values)
+        exact = [each for each in values if not (isinstance(each, Number) and each.place is not None)]
+        value = (exact or values)[-1]  # the last one that is not written as a decimal
         return value if name is None else Equation(_sides(sides, values), name.replace(" ", ""), value)
     if None in verdicts:
         raise _ValueError(Unread.UNDECIDED)
@@ -389,12 +384,6 @@ def _same(a: Value, b: Value) -> bool | None:
 def _are_constants(*values: Value) -> bool:
     """Return True if all values are numbers without units and variables."""
     return all(isinstance(each, Number) and each.is_constant and not each.unit for each in values)
-
-
-def _most_exact(values: Sequence[Value]) -> Value:
-    """Return the last value that is not written as a decimal, or the last value."""
-    exact = [each for each in values if not (isinstance(each, Number) and each.place is not None)]
-    return (exact or values)[-1]
 
 
 def _range(text: str, depth: int) -> Value:

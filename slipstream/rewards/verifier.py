@@ -36,15 +36,9 @@ class Verifier:
     def score(
         self, responses: Sequence[str], references: Sequence[str], *, cut_off: Sequence[bool] = ()
     ) -> RewardResult:
-        """Score `responses[i]` against the answer `references[i]`.
-
-        Args:
-            responses: each preceded by `<think>` where its prompt ends inside a thought.
-            cut_off: True for each response that reached its length limit; empty where none did.
-        """
-        are_cut = cut_off or [False] * len(responses)
-        found = [extract_answer(text, is_cut_off=is_cut) for text, is_cut in zip(responses, are_cut, strict=True)]
-        return self._decide([self._judge(answer, each) for answer, each in zip(found, references, strict=True)])
+        """Score `responses[i]` against the answer `references[i]`; an empty `cut_off` says that none was cut off."""
+        asked = zip(responses, references, cut_off or [False] * len(responses), strict=True)
+        return self._decide([self._judge(extract_answer(text, is_cut_off=cut), gold) for text, gold, cut in asked])
 
     def equal(self, pairs: Sequence[tuple[str, str]], data_source: str = "") -> tuple[bool, ...]:
         """Compare the bare answers of each pair like a response's answer with its reference."""

@@ -24,11 +24,7 @@ _REPLY_BYTES = 4000  # a pipe takes so many at once or not at all
 
 
 def main(function: str, memory_bytes: int, alarm_s: float) -> None:
-    """Answer requests until stdin ends.
-
-    Args:
-        function: `FILE:NAME`, or one of `BUILT_IN`.
-    """
+    """Answer requests to `function`, which is `FILE:NAME` or one of `BUILT_IN`, until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
     requests, reply, own = os.fdopen(os.dup(0)), os.dup(1), os.getpid()
     os.dup2(2, 1)  # whatever a library prints must not look like a reply

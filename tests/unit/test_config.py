@@ -31,7 +31,6 @@ from slipstream.config import (
     parse_overrides,
     read_mapping,
     read_yaml,
-    require,
     to_mapping,
 )
 
@@ -95,17 +94,6 @@ def test_a_mapping_is_read_nested_with_defaults_enums_and_values_by_their_type()
     plain = to_mapping(recipe)
     assert plain["draft"] == {"method": "eagle3", "aux_layer_ids": [2, 12], "init": "in_domain"}
     assert type(plain["draft"]["method"]) is str
-
-
-@pytest.mark.parametrize(
-    ("mend", "message"),
-    [("use 8", "grpo.group_size must be >= 2, got 1; use 8"), ("", "grpo.group_size must be >= 2, got 1")],
-)
-def test_a_config_error_is_a_value_error_of_field_rule_value_and_mend(mend: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        require(False, "grpo.group_size", "must be >= 2", 1, mend)
-    assert str(caught.value) == message
-    assert issubclass(ConfigError, ValueError)
 
 
 NEAREST = "; did you mean 'optimizer.learning_rate'?"
@@ -173,12 +161,6 @@ def test_recipe_that_is_no_mapping_is_refused_and_the_path_of_one_goes_before_ev
 )
 def test_unknown_and_missing_keys_and_wrong_types_are_named_with_their_path(change: dict[Any, Any], message: str):
     assert refusal(recipe_mapping() | change) == message
-
-
-@pytest.mark.parametrize(("value", "rate"), [("1e-4", 0.0001), (1e-4, 0.0001), ("0.0001", 0.0001), (1, 1.0)])
-def test_float_may_be_written_as_yaml_reads_it_or_as_a_whole_number(value: Any, rate: float):
-    found = from_mapping(Optimizer, {"learning_rate": value}).learning_rate
-    assert isinstance(found, float) and found == rate
 
 
 def test_the_fast_parser_reads_every_file_of_ours_as_the_other_one_does():

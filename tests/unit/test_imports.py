@@ -29,8 +29,9 @@ def test_collections_stop_and_go_on_again_after_an_error_too_unless_they_had_sto
         gc.unfreeze()
 
 
-def test_a_recipe_is_checked_and_a_run_opened_without_the_large_packages() -> None:
-    large = {"matplotlib", "mlflow", "ray", "scipy.stats", "speculators", "torch", "transformers", "vllm"}
-    code = f"import sys, slipstream.cli, slipstream.stages.start_run; print(*sorted({large} & set(sys.modules)))"
+def test_a_recipe_is_checked_an_answer_compared_and_a_run_opened_without_the_large_packages() -> None:
+    large = {"matplotlib", "mlflow", "ray", "scipy.stats", "speculators", "sympy", "torch", "transformers", "vllm"}
+    ours = "slipstream.cli, slipstream.rewards.verifier, slipstream.stages.start_run"
+    code = f"import sys, {ours}; print(*sorted({large} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.split() == []

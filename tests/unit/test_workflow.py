@@ -11,28 +11,22 @@ from slipstream.run_command import started
 from slipstream.types import Arms, Workload
 
 
-def _inputs_read(monkeypatch: pytest.MonkeyPatch, workflow: str, *arguments: str) -> dict[str, Any]:
-    """What `pyflyte run` reads from its command line, the workflow not run."""
+def test_pyflyte_run_reads_what_a_demo_was_given_and_nothing_where_it_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
     from click.testing import CliRunner
     from flytekit.clis.sdk_in_container import run
     from flytekit.clis.sdk_in_container.pyflyte import main
 
-    seen: dict[str, Any] = {}
+    read: dict[str, Any] = {}
     monkeypatch.chdir(CONFIGS.parent)
-    monkeypatch.setattr(run, "run_command", lambda *_: lambda **inputs: seen.update(inputs))
-    ended = CliRunner().invoke(main, ["run", f"workflows/{workflow}.py", workflow, *arguments])
-    assert (ended.exit_code, ended.exception) == (0, None), ended.output
-    return seen
-
-
-def test_pyflyte_run_reads_what_a_demo_was_given_and_nothing_where_it_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "run_command", lambda *_: lambda **inputs: read.update(inputs))  # which would run it
     given = {"workload": Workload.RL_THINK, "seed": 0, "num_steps": None}
     changes = ["placement.arms_in_turn=off"]
     launch = started("tiny", reuse_stored=True, arms=Arms.SPECULATIVE, overrides=changes, **given)
-    read = _inputs_read(monkeypatch, "speculative_rl", *launch.command(Path("/runs"))[4:])
+    ended = CliRunner().invoke(main, launch.command(Path("/runs"))[1:])
+    assert (ended.exit_code, ended.exception) == (0, None), ended.output
     assert (read["workload"], read["seed"], read["num_steps"]) == (Workload.RL_THINK, 0, None)
     assert read["arms"] is Arms.SPECULATIVE
-    assert read["overrides"] == ["placement.arms_in_turn=off"]
+    assert read["overrides"] == changes
 
 
 @pytest.mark.parametrize("workflow", ["speculative_rl", "asynchronous_rl", "bake_off", "ablation"])

@@ -24,6 +24,7 @@ from slipstream.data.tokenizer import build_tokenizer
 from slipstream.records.stages import DataSetRecord
 from slipstream.types import Prompt
 from tests.unit.conftest import Refusal
+from tests.unit.data.test_schemas import DAPO_TEXT
 from tests.unit.refusals import rows
 
 TOKENIZER = build_tokenizer(max_length=256)
@@ -32,11 +33,6 @@ SMALL = SyntheticConfig(
     num_train_problems=20, num_copies=3, num_conflicting=2, num_leaked=1, num_draft_rows=10, num_validation_problems=5
 )
 TURN = [{"role": "user", "content": "x"}]
-DAPO_TEXT = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
-    'Remember to put your answer on its own line after "Answer:".'
-)
 
 Row = dict[str, Any]
 
@@ -222,38 +218,29 @@ def test_synthetic_sets_load_by_the_same_code_and_are_accounted_for() -> None:
     assert all(prompt.answer == "" for prompt in sets.draft_general)
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        dapo("1+1=?", "2"),
-        dapo(DAPO_TEXT.format("1+1=?"), "2"),
-        {"prompt": "1+1=?", "solution": "2", "source_prompt": TURN, "reward_model": {"ground_truth": "2"}},
-        {"id": 1, "problem": "1+1=?", "solution": "so 2", "answer": "2", "url": "u", "year": "2024"},
-        {"ID": "2024-I-1", "Problem": "1+1=?", "Solution": "so 2", "Answer": 2},
-    ],
-    ids=["dapo", "dapo-wrapped", "open-r1", "aime-h4", "aime-maxwell-jia"],
-)
-def test_schemas_with_answers_give_the_bare_problem_and_its_answer(tmp_path: Path, row: Row) -> None:
-    sets = load(train=write(tmp_path / "rows.jsonl", [row]))
-    assert [(p.text, p.answer, p.id) for p in sets.train] == [("1+1=?", "2", "b9ab5b7f58369cf5")]
-    assert prompt_id(" 1+1=?\n") == "b9ab5b7f58369cf5"
-
-
-ULTRACHAT = {"messages": [{"role": "user", "content": "copy: fox"}, {"role": "assistant", "content": "fox"}]}
-MAGPIE = {"conversations": [{"from": "human", "value": "copy: fox"}, {"from": "gpt", "value": "fox"}]}
+ULTRACHAT = {"messages": [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "2"}]}
+MAGPIE = {"conversations": [{"from": "human", "value": "1+1=?"}, {"from": "gpt", "value": "2"}]}
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "answer"),
     [
-        {"prompt": "copy: fox", "prompt_id": "a", **ULTRACHAT},
-        {"instruction": "copy: fox", "response": "fox", **MAGPIE},
+        (dapo("1+1=?", "2"), "2"),
+        (dapo(DAPO_TEXT.format("1+1=?"), "2"), "2"),
+        ({"prompt": "1+1=?", "solution": "2", "source_prompt": TURN, "reward_model": {"ground_truth": "2"}}, "2"),
+        ({"id": 1, "problem": "1+1=?", "solution": "so 2", "answer": "2", "url": "u", "year": "2024"}, "2"),
+        ({"ID": "2024-I-1", "Problem": "1+1=?", "Solution": "so 2", "Answer": 2}, "2"),
+        ({"prompt": "1+1=?", "prompt_id": "a", **ULTRACHAT}, ""),
+        ({"instruction": "1+1=?", "response": "2", **MAGPIE}, ""),
     ],
-    ids=["ultrachat", "magpie"],
+    ids=["dapo", "dapo-wrapped", "open-r1", "aime-h4", "aime-maxwell-jia", "ultrachat", "magpie"],
 )
-def test_chat_schemas_give_what_the_user_says(tmp_path: Path, row: Row) -> None:
+def test_every_schema_gives_the_bare_problem_and_its_answer_if_it_has_any(
+    tmp_path: Path, row: Row, answer: str
+) -> None:
     sets = load(draft_general=write(tmp_path / "rows.jsonl", [row]))
-    assert [(p.text, p.answer) for p in sets.draft_general] == [("copy: fox", "")]
+    assert [(p.text, p.answer, p.id) for p in sets.draft_general] == [("1+1=?", answer, "b9ab5b7f58369cf5")]
+    assert prompt_id(" 1+1=?\n") == "b9ab5b7f58369cf5"
 
 
 def test_max_rows_bounds_the_rows_read_whose_order_follows_the_seed_alone(tmp_path: Path) -> None:
@@ -280,12 +267,6 @@ def test_prompt_sets_are_read_back_as_they_were_written_with_what_rows_hold_for_
     sets = load()
     write_prompt_sets(sets, tmp_path / "sets")
     assert read_prompt_sets(tmp_path / "sets") == sets
-
-
-def test_sets_that_share_a_problem_are_refused() -> None:
-    train, drafts = (prompt("1+1=?"),), {"draft_in_domain": (prompt("2+2=?"),), "draft_general": (prompt("a"),)}
-    with pytest.raises(ConfigError, match=r"data\.validation must share no problem with train, got '1\+1=\?'"):
-        PromptSets(train=train, **drafts, validation=train, records=())
 
 
 def test_a_stream_gives_each_prompt_once_an_epoch_in_batches_that_need_only_the_step() -> None:

@@ -11,9 +11,9 @@ from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, i
 DAPO = next(schema for schema in SCHEMAS if schema.name == "DAPO-Math-17k (BytedTsinghua)")
 MAGPIE = next(schema for schema in SCHEMAS if schema.name == "Magpie")
 AIME = next(schema for schema in SCHEMAS if schema.name == "AIME-2024 (HuggingFaceH4)")
-DAPO_AROUND_NOTHING = (
+DAPO_TEXT = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n\u200b\n\n"
+    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
 
@@ -73,7 +73,7 @@ def test_a_prompt_is_the_whole_chat_up_to_its_last_user_turn_whatever_follows_an
         ([], "there is no user turn"),
         ([("system", "Be brief."), ("assistant", "Hello")], "there is no user turn"),
         ([("user", "")], "the problem is empty"),
-        ([("user", DAPO_AROUND_NOTHING)], "the problem is empty"),
+        ([("user", DAPO_TEXT.format("\u200b"))], "the problem is empty"),
         ([("user", "\u200b"), ("assistant", "Hello"), ("user", "1+1=?")], "a turn before the problem is empty"),
         ([("user", "1+1=?"), ("assistant", " "), ("user", "why?")], "a turn before the problem is empty"),
         ([("user", None)], "content of a turn must be text"),

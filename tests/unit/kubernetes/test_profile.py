@@ -11,7 +11,6 @@ import yaml
 from slipstream.config import merge
 from slipstream.kubernetes.pods import SUBMITTER
 from slipstream.kubernetes.profile import (
-    Architecture,
     ClusterProfile,
     active_profile,
     read_profile,
@@ -49,12 +48,6 @@ def read(directory: Path, changes: dict[str, Any]) -> ClusterProfile:
     path = directory / "mine.yaml"
     path.write_text(yaml.safe_dump(values))
     return read_profile(str(path))
-
-
-def test_a_sound_profile_is_read(tmp_path: Path) -> None:
-    profile = read(tmp_path, {})
-    assert profile.gpu is not None
-    assert (profile.gpu.nodes, profile.gpu.architecture, profile.is_local) == (2, Architecture.ARM64, False)
 
 
 NO_SHARED_MEMORY = "weights, NCCL and Ray's object store lie in /dev/shm, and a pod has 64 MiB there by itself"

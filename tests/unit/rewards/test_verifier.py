@@ -1,8 +1,6 @@
 """Scoring: what counts as the answer, what is equal, and that nothing a policy writes can hang or break it."""
 
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import closing
 
@@ -76,8 +74,3 @@ def test_what_no_response_could_be_scored_against_or_is_too_long_is_not_gradable
     assert verifier.gradable([longest, longer]) == (True, False)
     answers = [box(longest), box(longer), box(longest)]
     assert verifier.score(answers, [longest, longest, longer]).rewards == (1.0, 0.0, 0.0)
-
-
-def test_importing_rewards_loads_neither_torch_nor_vllm_nor_sympy() -> None:
-    check = "import sys, slipstream.rewards.verifier; print(sorted({'torch', 'vllm', 'sympy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout == "[]\n"
