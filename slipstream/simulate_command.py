@@ -28,14 +28,7 @@ from slipstream.simulator.observed import (
     read_simulator_reference,
     run_setting,
 )
-from slipstream.simulator.projection import (
-    PAPER_SOURCE,
-    PUBLISHED_MODEL,
-    ProjectionRequest,
-    project_request,
-    project_run,
-    swept_ks,
-)
+from slipstream.simulator.projection import PUBLISHED_MODEL, ProjectionRequest, project_request, project_run
 from slipstream.statistics import Spread
 from slipstream.tracking.mlflow_store import TrackingError, open_store
 from slipstream.types import LoopMode
@@ -122,7 +115,7 @@ def _project(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     """Print a calibration; of a run also its check on the arm that is not fitted, and projections on its machine."""
     if options.paper:
-        print(calibration_text(calibrate_paper().record(PAPER_SOURCE)))
+        print(calibration_text(calibrate_paper().record("arXiv 2604.26779, measured")))
         return 0
     run = _asked_run(options)
     found = calibrate_run(run.arms, run.tuning, run_setting(known_layout(run)))
@@ -132,8 +125,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     else:
         length = f"acceptance length {found.check.acceptance_length:.2f} of the sweep"
         print(f"speculative arm, k = {found.check.k}, {length}; not fitted\n{table_text(check_table(found.check))}\n")
-    points = project_run(found, swept_ks(run.tuning))
-    print(table_text(lengths_table(points, "projected on this machine")))
+    print(table_text(lengths_table(project_run(found), "projected on this machine")))
     return 0
 
 

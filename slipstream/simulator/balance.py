@@ -1,11 +1,11 @@
 """Predictions of a run's arms in an asynchronous loop, for every split of its GPUs or its two cores.
 
-On two cores, engine and learner have one core each. The slowdown of a stage from two cores to one is the only input
-that does not come from the synchronous arms. Stages are overlapped step by step and then averaged, because a short
-update hides less of a long rollout than the means suggest.
+On two cores, engine and learner have one core each, which slows a stage by a factor that does not come from the
+synchronous arms. Stages are overlapped step by step and then averaged, because a short update hides less of a long
+rollout than the means suggest.
 
-On GPUs the cost model is fitted to the run and scaled to each arm's generation time by one factor. The model then
-predicts every split in whole engines, with the learner at its measured efficiency on the remaining GPUs.
+On GPUs the cost model is fitted to the run and scaled to each arm's generation time by one factor. The learner keeps
+its measured efficiency on the GPUs that the engines of a split leave.
 
 Legend: `D` samples of the slowdowns, the first one the medians, `S` steps; seconds are [D, S].
 """
@@ -67,11 +67,6 @@ class AsynchronousPrediction:
     sources: dict[str, str]  # sources of the slowdowns, by arm
 
 
-def believed_slowdowns() -> CoreSlowdowns:
-    """Load the priors of the slowdowns, for a run without a measured asynchronous step."""
-    return CoreSlowdowns(engine=load_belief("cores", "engine"), learner=load_belief("cores", "learner"))
-
-
 def measured_slowdowns(synchronous: ArmRecord, asynchronous: ArmRecord) -> CoreSlowdowns | None:
     """Measure the slowdowns of an arm that ran in both loops; None if its asynchronous steps have no overlap record."""
     steps = asynchronous.timed_steps
@@ -80,9 +75,10 @@ def measured_slowdowns(synchronous: ArmRecord, asynchronous: ArmRecord) -> CoreS
         return None
     alone = [step.times for step in synchronous.timed_steps]
     beside = [step.times for step in steps]
+    measured = partial(Prior, log_sd=_MEASURED_LOG_SD, source="measured: the arm in both loops of this run")
     return CoreSlowdowns(
-        engine=_measured(fmean(whole_s) / fmean(times.generation_s for times in alone)),
-        learner=_measured(fmean(times.train_s for times in beside) / fmean(times.train_s for times in alone)),
+        engine=measured(median=fmean(whole_s) / fmean(times.generation_s for times in alone)),
+        learner=measured(median=fmean(times.train_s for times in beside) / fmean(times.train_s for times in alone)),
     )
 
 
@@ -91,17 +87,17 @@ def predict_asynchronous(
     *,
     lag: int,
     mode: LoopMode,
-    slowdowns: Mapping[Arm, CoreSlowdowns] | None = None,
+    slowdowns: Mapping[Arm, CoreSlowdowns | None] | None = None,
     has_logprob_pass: bool = True,
 ) -> AsynchronousPrediction:
     """Predict each arm of `sync_arms` in an asynchronous loop on two cores, from the arm's measured stages.
 
     Args:
-        lag: at least 1.
-        slowdowns: measured slowdowns by arm; other arms take `believed_slowdowns`.
+        slowdowns: measured slowdowns by arm; other arms take the priors.
         has_logprob_pass: False leaves the stage `logprob` out, as an asynchronous loop with one update a step does.
     """
-    factors = {arm.arm: (slowdowns or {}).get(arm.arm) or believed_slowdowns() for arm in sync_arms}
+    believed = CoreSlowdowns(engine=load_belief("cores", "engine"), learner=load_belief("cores", "learner"))
+    factors = {arm.arm: (slowdowns or {}).get(arm.arm) or believed for arm in sync_arms}
     sources = {arm.value: f"engine: {f.engine.source}; learner: {f.learner.source}" for arm, f in factors.items()}
     arms = [_predict(arm, factors[arm.arm], lag, mode, has_logprob_pass) for arm in sync_arms]
     return AsynchronousPrediction(mode=mode, lag=lag, arms=tuple(arms), sources=sources)
@@ -138,8 +134,8 @@ def _predict(arm: ArmRecord, factors: CoreSlowdowns, lag: int, mode: LoopMode, h
 def _in_flight_s(drained_s: Array, busy_s: Array, lag: int, fixed_share: Array) -> Array:
     """Compute the shortest step of engines that are never drained, from the seconds of a drained batch.
 
-    A fraction `fixed_share` of `drained_s` is independent of the number of running sequences; the rest is proportional
-    to the tokens. If a step generates a fraction u of the longest response, T(u) = drained (fixed u + 1 - fixed). The
+    A fraction `fixed_share` of these is independent of the number of running sequences; the rest is proportional to the
+    tokens. If a step generates a fraction u of the longest response, T(u) = drained (fixed u + 1 - fixed). The
     longest response must end within the lag, (1 + lag) T - busy >= T / u; the smallest such u gives the shortest step.
     """
     low, high = np.full_like(drained_s, 1.0 / (1 + lag)), np.ones_like(drained_s)
@@ -155,10 +151,6 @@ def _drawn(belief: Prior, random: np.random.Generator) -> Array:
     """Sample a prior, [D, 1]; the first sample is the median."""
     deviations = np.append(0.0, random.standard_normal(_NUM_DRAWS))[:, None]
     return belief.median * np.exp(belief.log_sd * deviations)
-
-
-def _measured(factor: float) -> Prior:
-    return Prior(median=factor, log_sd=_MEASURED_LOG_SD, source="measured: the arm in both loops of this run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,8 +184,6 @@ def balance(
 
     Args:
         gpus_per_node: list splits in whole nodes only, as `placement.generation_nodes` needs; 1 lists every split.
-    Raises:
-        ConfigError: the run has no layout, its GPUs cannot be split, the lag is below 1, or the mode is synchronous.
     """
     require(lag >= 1, "--lag", "must be >= 1", lag, "with a lag of 0 engines and learner share all GPUs")
     require(mode is not LoopMode.SYNCHRONOUS, "--mode", "must be asynchronous", mode.value)
@@ -206,8 +196,7 @@ def balance(
 def _of_cores(run: RunRecord, lag: int, mode: LoopMode) -> Iterator[BalanceRow]:
     """Predict the only split of two cores."""
     beside = {arm.arm: arm for arm in run.asynchronous}
-    pairs = [(arm.arm, measured_slowdowns(arm, beside[arm.arm])) for arm in run.arms if arm.arm in beside]
-    slowdowns = {arm: factors for arm, factors in pairs if factors is not None}
+    slowdowns = {arm.arm: measured_slowdowns(arm, beside[arm.arm]) for arm in run.arms if arm.arm in beside}
     predicted = predict_asynchronous(run.arms, lag=lag, mode=mode, slowdowns=slowdowns)
     for each in predicted.arms:
         step_s, exposed_s, bound = each.step_s, each.exposed_s, each.bound

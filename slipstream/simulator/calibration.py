@@ -17,19 +17,30 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import least_squares
+from scipy.special import softmax
 
 from slipstream.catalog import target_of
 from slipstream.config import require
 from slipstream.simulator import Array
 from slipstream.simulator.iteration import CostModel, Drafting
 from slipstream.simulator.rollout import RolloutShape, Trace, lengths_with_mean, slowest_engine
-from slipstream.simulator.settings import NAMES, CostParameters, Prior, Regime, Setting, believed, load_priors, names_of
+from slipstream.simulator.settings import NAMES, OF_REGIME, CostParameters, Prior, Regime, Setting, load_priors
 from slipstream.statistics import Spread, spread
 
 # Prior of a profile: 80 % for the first token, a little less for each later one.
 _PRIOR = np.array([1.4, 0.1])
 _PRIOR_SD = np.array([2.0, 0.3])
 _LENGTH_SD = 0.02  # acceptance lengths are published with two decimals
+_LONGEST_MEAN = 0.98  # largest mean, as a fraction of max_response_tokens: the longest responses exceed the mean
+_WIDENING = 0.15  # log standard deviation that each doubling beyond the measured range adds
+_BAND_DRAWS = 400
+_TOLERANCE = 1e-12  # the smallest that converges: in a flat direction last digits would differ between processors
+_PROPOSALS = 256
+_DRAWS = 200
+# The CPU engine captures no graphs, so it has no captured sizes.
+_REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,57 +50,35 @@ class AcceptanceProfile:
     level: float
     fall: float
 
-    def rates(self, k: int) -> tuple[float, ...]:
-        """Return the conditional rates of the first `k` positions."""
-        return tuple(float(rate) for rate in 1.0 / (1.0 + np.exp(-(self.level - self.fall * np.arange(k)))))
-
     def length(self, k: int) -> float:
         """Compute the mean acceptance length with `k` draft tokens, bonus token included; 1 for k = 0."""
-        return acceptance_length(self.rates(k))
-
-
-def acceptance_length(rates: Sequence[float]) -> float:
-    """Compute 1 + the expected number of accepted draft tokens from conditional rates."""
-    return 1.0 + float(np.sum(np.cumprod(rates)))
+        rates = 1.0 / (1.0 + np.exp(-(self.level - self.fall * np.arange(k))))
+        return 1.0 + float(np.sum(np.cumprod(rates)))
 
 
 def check_length(k: int, length: float, field: str = "acceptance_length") -> None:
     """Check that `k` draft tokens can have an acceptance length."""
-    require(k >= 0, "k", "must be >= 0", k)
     require(1.0 <= length <= k + 1, field, f"must lie in [1, k + 1 = {k + 1}]", length)
 
 
 def fit_profile(length_by_k: Mapping[int, float]) -> AcceptanceProfile:
-    """Fit a profile to acceptance lengths that were measured with different k.
-
-    Raises:
-        ConfigError: no k >= 1 is given, or a length lies outside [1, k + 1].
-    """
-    pairs = {k: length for k, length in length_by_k.items() if k > 0}
-    require(bool(pairs), "length_by_k", "must hold a draft length k >= 1", dict(length_by_k))
-    for k, length in pairs.items():
-        check_length(k, length)
+    """Fit a profile to acceptance lengths that were measured with different k >= 1."""
 
     def profile(x: Array) -> AcceptanceProfile:
         return AcceptanceProfile(level=float(x[0]), fall=float(x[1]))
 
     def residuals(x: Array) -> Array:
-        return np.array([(profile(x).length(k) - length) / _LENGTH_SD for k, length in pairs.items()])
+        return np.array([(profile(x).length(k) - length) / _LENGTH_SD for k, length in length_by_k.items()])
 
     return profile(fit_posterior(residuals, _PRIOR, _PRIOR_SD).mode)
-
-
-_LONGEST_MEAN = 0.98  # largest mean, as a fraction of max_response_tokens: the longest responses exceed the mean
-_WIDENING = 0.15  # log standard deviation that each doubling beyond the measured range adds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
     """Rollouts with one distribution of response lengths: a workload, or one batch size of a sweep.
 
-    The mean response length has a log-normal prior with median `mean_tokens` and `mean_log_sd`. A `mean_log_sd` of 0
-    means that the mean was counted; otherwise the mean is a free parameter. `length_log_sd` is the spread of the
-    responses.
+    The mean response length is a free parameter with a log-normal prior of median `mean_tokens`, unless a `mean_log_sd`
+    of 0 says that it was counted. `length_log_sd` is the spread of the responses.
     """
 
     name: str
@@ -107,10 +96,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """Measured generation time with the noise `log_sd` of its logarithm; k = 0 is autoregressive decoding.
-
-    `clock` names the cell whose seconds this cell is scaled by; this cell shares the noise of that cell.
-    """
+    """Measured generation time with the noise `log_sd` of its logarithm; k = 0 is autoregressive decoding."""
 
     label: str
     group: Group
@@ -119,11 +105,10 @@ class Cell:
     generation_s: float
     log_sd: float
     drafting: Drafting = Drafting.EAGLE3
-    clock: str = ""
+    clock: str = ""  # label of the cell by whose seconds this one is scaled, and whose noise it shares
 
     def __post_init__(self) -> None:
         require(self.generation_s > 0, f"cell {self.label}.generation_s", "must be > 0", self.generation_s)
-        require(self.log_sd > 0, f"cell {self.label}.log_sd", "must be > 0", self.log_sd)
         check_length(self.k, self.acceptance_length, f"cell {self.label}.acceptance_length")
 
 
@@ -153,30 +138,25 @@ class Validity:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
-    """Structural variant of the cost model on the measured layout.
-
-    `free` lists cost parameters, then names of the groups with an unknown mean length; a point of the fit holds the
-    logarithms of both.
-    """
+    """Structural variant of the cost model on the measured layout; a point of its fit holds logarithms of `free`."""
 
     regime: Regime
     setting: Setting
     believed: CostParameters  # before the fit
-    free: tuple[str, ...]
+    free: tuple[str, ...]  # cost parameters, then names of the groups with an unknown mean length
+
+    def values(self, log_values: Array) -> dict[str, float]:
+        """Return the values of `free` at a point `log_values` [P]."""
+        return dict(zip(self.free, np.exp(log_values).tolist(), strict=True))
 
     def parameters(self, log_values: Array) -> CostParameters:
         """Return the cost parameters at a point `log_values` [P]."""
-        costs = [name for name in self.free if name in NAMES]
-        return replace(self.believed, **dict(zip(costs, np.exp(log_values[: len(costs)]).tolist(), strict=True)))
-
-    def means(self, log_values: Array) -> dict[str, float]:
-        """Return the mean response tokens of the groups in `free` at a point `log_values` [P]."""
-        values = zip(self.free, np.exp(log_values).tolist(), strict=True)
-        return {name: value for name, value in values if name not in NAMES}
+        costs = {name: value for name, value in self.values(log_values).items() if name in NAMES}
+        return replace(self.believed, **costs)
 
     def predict_s(self, cells: Sequence[Cell], log_values: Array) -> Array:
         """Predict the seconds [N] of cells at a point `log_values` [P]."""
-        means = self.means(log_values)
+        values = self.values(log_values)
         model = CostModel(setting=self.setting, parameters=self.parameters(log_values))
         alike: dict[tuple[Group, Drafting], list[int]] = {}
         for index, cell in enumerate(cells):
@@ -184,7 +164,7 @@ class Variant:
         found = np.empty(len(cells))
         for (group, drafting), indices in alike.items():
             spans_s = model.span_s(
-                group.trace(self.setting, means.get(group.name, group.mean_tokens)),
+                group.trace(self.setting, values.get(group.name, group.mean_tokens)),
                 k=np.array([[cells[index].k] for index in indices]),
                 tokens_per_iteration=np.array([[cells[index].acceptance_length] for index in indices]),
                 drafting=drafting,
@@ -236,12 +216,15 @@ class Calibration:
 
 def fit(setting: Setting, cells: Sequence[Cell], priors: Mapping[str, Prior], regime: Regime) -> Calibration:
     """Fit one structural variant to measured cells."""
-    costs = names_of(regime, ngram=any(cell.drafting is Drafting.NGRAM for cell in cells))
+    used = [name for name in NAMES if OF_REGIME.get(name, regime) is regime]
+    has_ngram = any(cell.drafting is Drafting.NGRAM for cell in cells)
+    believed = CostParameters(**{name: priors[name].median if name in used else 0.0 for name in NAMES})
+    costs = [name for name in used if has_ngram or name != "ngram_s_per_token"]
     lengths = [group for group in dict.fromkeys(cell.group for cell in cells) if group.mean_log_sd > 0]
     free = (*costs, *(group.name for group in lengths))
     prior = np.log([priors[name].median for name in costs] + [group.mean_tokens for group in lengths])
     prior_sd = np.array([priors[name].log_sd for name in costs] + [group.mean_log_sd for group in lengths])
-    variant = Variant(regime=regime, setting=setting, believed=believed(regime, priors), free=free)
+    variant = Variant(regime=regime, setting=setting, believed=believed, free=free)
     measured = np.log([cell.generation_s for cell in cells])
     noise = np.array([cell.log_sd for cell in cells])
     labels = [cell.label for cell in cells]
@@ -261,11 +244,6 @@ def fit(setting: Setting, cells: Sequence[Cell], priors: Mapping[str, Prior], re
         fitted_s=variant.predict_s(cells, posterior.mode),
         validity=Validity(min_k=min(ks), max_k=max(ks), max_batch=max_batch),
     )
-
-
-_BAND_DRAWS = 400
-# The CPU engine captures no graphs, so it has no captured sizes.
-_REGIMES = {"cpu": (Regime.SMOOTH, Regime.TILE), "gpu": tuple(Regime)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -316,9 +294,7 @@ class Ensemble:
     @property
     def weights(self) -> Array:
         """Posterior probability of each member under a uniform prior: the softmax of the log evidence."""
-        evidence = np.array([member.posterior.log_evidence for member in self.members])
-        odds = np.exp(evidence - evidence.max())
-        return odds / odds.sum()
+        return softmax([member.posterior.log_evidence for member in self.members])
 
     @property
     def best(self) -> Calibration:
@@ -342,12 +318,7 @@ class Ensemble:
         return tuple(spread(column) for column in np.stack(sampled, axis=1).tolist())
 
     def draws(self, *, k: int, batch: float, count: int, seed: int) -> tuple[Draw, ...]:
-        """Sample members by weight, and parameters and errors of each.
-
-        Args:
-            k: draft length to project; the error grows outside the measured range.
-            batch: largest running batch to project; the error grows outside the measured range.
-        """
+        """Sample members by weight, and parameters and errors of each; errors grow outside the measured ranges."""
         random, found = np.random.default_rng(seed), []
         for index in random.choice(len(self.members), size=count, p=self.weights):
             member = self.members[index]
@@ -381,24 +352,12 @@ class Ensemble:
 
 
 def calibrate(setting: Setting, cells: Sequence[Cell]) -> Ensemble:
-    """Fit every structural variant that is possible on the machine of `setting`.
-
-    Raises:
-        ConfigError: there are no cells.
-    """
-    require(len(cells) > 0, "cells", "must hold at least one measured time", 0)
+    """Fit every structural variant that is possible on the machine of `setting`."""
     target = target_of(setting.hardware)
     priors, regimes = load_priors(target), _REGIMES[target]
     fitted = [fit(setting, cells, priors, regime) for regime in regimes]
     # Variants with equal evidence keep the order of `regimes`, independent of numpy's rounding.
     return Ensemble(members=tuple(sorted(fitted, key=lambda member: -round(member.posterior.log_evidence, 6))))
-
-
-logger = logging.getLogger(__name__)
-
-_TOLERANCE = 1e-12  # the smallest that converges: in a flat direction last digits would differ between processors
-_PROPOSALS = 256
-_DRAWS = 200
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,21 +14,11 @@ import numpy as np
 from slipstream.catalog import BYTES, DFLASH_LAYERS, ModelShape, Precision
 from slipstream.simulator import Array
 from slipstream.simulator.rollout import Trace
-from slipstream.simulator.settings import CostParameters, Prior, Setting, load_belief
+from slipstream.simulator.settings import CostParameters, Setting, load_belief
 
-QUERY_TILE = 16
-"""Query rows of one tile of a paged-attention kernel: an MMA instruction's m16 (PTX ISA, `mma.sync`)."""
-
-TILE_FIXED_SHARE = 0.5
-"""Assumed fixed fraction of a tile's cost (keys are read again); the rest is proportional to the rows in the tile."""
-
-COLLECTIVE_S = 10e-6
-"""Assumed latency of one all-reduce inside an NVLink domain; tensor parallelism needs two a layer."""
-
-
-def network_collective() -> Prior:
-    """Load the prior of the latency, in seconds, of one all-reduce between NVLink domains."""
-    return load_belief("links", "network_collective_s")
+_QUERY_TILE = 16  # query rows of one tile of a paged-attention kernel: an MMA instruction's m16 (PTX ISA, `mma.sync`)
+_TILE_FIXED_SHARE = 0.5  # assumed fraction of a tile's cost that does not grow with its rows (keys are read again)
+_COLLECTIVE_S = 10e-6  # assumed latency of one all-reduce inside an NVLink domain; tensor parallelism needs two a layer
 
 
 class Drafting(StrEnum):
@@ -45,7 +35,7 @@ class CostModel:
 
     setting: Setting
     parameters: CostParameters
-    network_collective_s: float = field(default_factory=lambda: network_collective().median)
+    network_collective_s: float = field(default_factory=lambda: load_belief("links", "network_collective_s").median)
 
     def span_s(
         self, trace: Trace, *, k: int | Array, tokens_per_iteration: float | Array, drafting: Drafting = Drafting.EAGLE3
@@ -57,13 +47,7 @@ class CostModel:
     def iteration(
         self, *, batch_S: Array, context_S: Array, k: int | Array, drafting: Drafting = Drafting.EAGLE3
     ) -> dict[str, Array]:
-        """Compute the cost of verifying `k` draft tokens for each of `batch_S` sequences.
-
-        Weights cost the larger of reading the parameters that n tokens use (with experts, those that n tokens hit) and
-        of multiplying with them. Attention costs the larger of reading keys and values once, times 1 + k x
-        attention_per_draft_token, and of its flops. The draft costs a fixed time and k passes over the batch, or one
-        pass over blocks, whose layers each cost the launches of a pass of one layer. The host costs a time for the
-        iteration, each token and each collective.
+        """Compute the cost of verifying `k` draft tokens for each of `batch_S` sequences, as docs/simulator.md has it.
 
         Args:
             context_S: cached tokens, summed over the sequences.
@@ -113,16 +97,15 @@ class CostModel:
         model, parameters = self.setting.model_shape, self.parameters
         eager_s = parameters.eager_s_per_layer * model.num_layers
         rows = (k + 1) * model.queries_per_group
-        first = -(-model.queries_per_group // QUERY_TILE)  # tiles of autoregressive decoding
-        begun, filled = -(-rows // QUERY_TILE) - first, np.maximum(0.0, rows / QUERY_TILE - first)
-        tiles = parameters.tile_factor * (TILE_FIXED_SHARE * begun + (1.0 - TILE_FIXED_SHARE) * filled)
+        first = -(-model.queries_per_group // _QUERY_TILE)  # tiles of autoregressive decoding
+        begun, filled = -(-rows // _QUERY_TILE) - first, np.maximum(0.0, rows / _QUERY_TILE - first)
+        tiles = parameters.tile_factor * (_TILE_FIXED_SHARE * begun + (1.0 - _TILE_FIXED_SHARE) * filled)
         return np.where(tokens_S > self.setting.captured_tokens, eager_s, 0.0) + tiles * read_S
 
     def _collectives(self, tokens_S: Array) -> Array:
         """Compute the seconds of two all-reduces a layer over an engine's GPUs: latency plus bytes over bandwidth.
 
-        An engine that spans NVLink domains reduces inside each domain, then between domains, where each GPU of a domain
-        sends its part of the bytes over the network.
+        An engine that spans NVLink domains reduces inside each domain, then each GPU its part between the domains.
         """
         num_gpus, model, hardware = self.setting.gpus_per_engine, self.setting.model_shape, self.setting.accelerator
         if num_gpus == 1:
@@ -131,7 +114,7 @@ class CostModel:
         inside = min(num_gpus, hardware.domain_gpus)
         one_S = np.zeros_like(tokens_S)
         if inside > 1:
-            one_S = COLLECTIVE_S + _ring_share(inside) * bytes_S / hardware.link_bytes_per_s
+            one_S = _COLLECTIVE_S + _ring_share(inside) * bytes_S / hardware.link_bytes_per_s
         domains = -(-num_gpus // inside)
         if domains > 1:
             network_S = _ring_share(domains) * bytes_S / (inside * hardware.network_bytes_per_s)

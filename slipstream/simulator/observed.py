@@ -19,16 +19,21 @@ from slipstream.records.steps import ArmRecord, StepRecord
 from slipstream.simulator.calibration import AcceptanceProfile, Cell, Ensemble, Group, calibrate, fit_profile
 from slipstream.simulator.iteration import Drafting
 from slipstream.simulator.reference import WorkloadReference, read_reference, read_simulator_reference
-from slipstream.simulator.rollout import Slots, log_sd_of_longest, log_sd_of_truncation
+from slipstream.simulator.rollout import Slots, level_of_longest, log_sd_reaching
 from slipstream.simulator.settings import Setting, load_setting
 from slipstream.simulator.step_cost import Learner, stagewise
 from slipstream.types import Arm, StageTimes
 
 PAPER_SETTING = "paper-8b"
-WORKLOADS = ("rl_zero", "rl_think")
 _MEAN_LOG_SD = 0.7  # the paper does not publish the lengths of responses
 _PAPER_LOG_SD = 0.04  # one run each, and speedups with two decimals
 _OFFLINE = "EAGLE-3, DAPO, offline"  # the draft of the k = 3 cell
+_CPU_SETTING = "cpu-2core"
+_LEAST_LOG_SD = 0.05  # smallest spread of the lengths of a step's responses
+_CELL_LOG_SD = 0.05  # noise of a median of few repeats on a shared machine
+_P10_TO_P90 = 2.563  # distance in standard deviations of a normal distribution
+_MEDIAN_OVER_MEAN = 1.2533  # standard error of a median over that of a mean: sqrt(pi / 2)
+_SWEEP_MEAN_LOG_SD = 0.3  # uncertainty of a sweep's mean length if the sweep did not record tokens
 
 
 def paper_cells() -> tuple[Cell, ...]:
@@ -37,13 +42,7 @@ def paper_cells() -> tuple[Cell, ...]:
     AR, k = 3 and n-gram are published in seconds; the other cells divide the AR seconds by the published speedup.
     """
     workloads, ngram_s = read_reference().workloads, read_simulator_reference().ngram_generation_s
-    return tuple(cell for name in WORKLOADS for cell in _of_workload(name, workloads[name], ngram_s[name]))
-
-
-def paper_steps() -> dict[tuple[str, Arm], StageTimes]:
-    """Read the paper's four measured steps, by workload and arm."""
-    workloads = read_reference().workloads
-    return {(name, arm): workloads[name].times(arm) for name in WORKLOADS for arm in Arm}
+    return tuple(cell for name in workloads for cell in _of_workload(name, workloads[name], ngram_s[name]))
 
 
 @cache
@@ -56,7 +55,8 @@ def paper_learner() -> Learner:
     """Build the paper's learner, with the mean of each stage over the four measured steps."""
     setting = load_setting(PAPER_SETTING)
     mean = max(setting.mean_response_tokens.values())
-    measured = stagewise(lambda seconds: sum(seconds) / len(seconds), list(paper_steps().values()))
+    steps = [workload.times(arm) for workload in read_reference().workloads.values() for arm in Arm]
+    measured = stagewise(lambda seconds: sum(seconds) / len(seconds), steps)
     return Learner(measured=measured, setting=setting, mean_tokens=mean)
 
 
@@ -85,14 +85,6 @@ def _of_workload(workload: str, published: WorkloadReference, ngram_s: float) ->
             yield own
 
 
-_CPU_SETTING = "cpu-2core"
-_LEAST_LOG_SD = 0.05  # smallest spread of the lengths of a step's responses
-_CELL_LOG_SD = 0.05  # noise of a median of few repeats on a shared machine
-_P10_TO_P90 = 2.563  # distance in standard deviations of a normal distribution
-_MEDIAN_OVER_MEAN = 1.2533  # standard error of a median over that of a mean: sqrt(pi / 2)
-_SWEEP_MEAN_LOG_SD = 0.3  # uncertainty of a sweep's mean length if the sweep did not record tokens
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckRecord:
     """Predicted beside measured mean generation seconds of the speculative arm, which the calibration does not use."""
@@ -113,6 +105,7 @@ class RunCalibration:
     mean_tokens: float
     ensemble: Ensemble
     profile: AcceptanceProfile
+    swept_ks: tuple[int, ...]  # draft lengths k >= 1 of the sweep
     step: StageTimes  # medians of the autoregressive arm
     check: CheckRecord | None  # None: the run has no speculative arm with k > 0
 
@@ -122,8 +115,6 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord | None, settin
 
     Args:
         setting: layout of the run; rollouts a step and the mean and spread of lengths are counted in the arm.
-    Raises:
-        ConfigError: the run has no autoregressive arm or no sweep.
     """
     base = _arm(arms, Arm.AUTOREGRESSIVE)
     require(base is not None, "run.arms", "must hold the autoregressive arm", [arm.arm.value for arm in arms])
@@ -149,6 +140,7 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord | None, settin
         mean_tokens=mean,
         ensemble=ensemble,
         profile=fit_profile(lengths),
+        swept_ks=tuple(sorted({point.k for point in tuning.points if point.k > 0})),
         step=stagewise(median, [step.times for step in steps]),
         check=_check(arms, tuning, group, ensemble),
     )
@@ -157,14 +149,15 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord | None, settin
 def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -> float:
     """Estimate the spread of one step's response lengths.
 
-    The truncated fraction implies the spread over all steps, of which the spread between steps is subtracted. If none
-    or most responses are truncated, the longest response of a step implies the spread.
+    The truncated fraction implies the spread over all steps, less the spread between steps. If none or most responses
+    are truncated, the longest response of a step implies the spread.
     """
     rollouts = sum(step.num_rollouts for step in steps)
     truncated = sum(step.num_truncated for step in steps) / rollouts
     if not 0 < truncated < 0.5:
         return _spread_of(setting, mean, [step.longest_response_tokens for step in steps], rollouts // len(steps))
-    pooled = log_sd_of_truncation(mean=mean, max_tokens=setting.max_response_tokens, truncated_fraction=truncated)
+    limit = float(setting.max_response_tokens)
+    pooled = log_sd_reaching(limit, level=1.0 - truncated, mean=mean, max_tokens=limit)
     between = pstdev(log(step.num_response_tokens / step.num_rollouts) for step in steps)
     return max(_LEAST_LOG_SD, sqrt(max(0.0, pooled**2 - between**2)))
 
@@ -173,8 +166,8 @@ def _spread_of(setting: Setting, mean: float, longest: Sequence[float], count: i
     """Estimate the spread from the longest of `count` responses, or take the setting's if no length was recorded."""
     if not all(longest):
         return setting.length_log_sd
-    limit = float(setting.max_response_tokens)
-    return max(_LEAST_LOG_SD, log_sd_of_longest(mean=mean, max_tokens=limit, longest=fmean(longest), count=count))
+    level, limit = level_of_longest(count), float(setting.max_response_tokens)
+    return max(_LEAST_LOG_SD, log_sd_reaching(fmean(longest), level=level, mean=mean, max_tokens=limit))
 
 
 def _check(arms: Sequence[ArmRecord], tuning: TuningRecord, group: Group, ensemble: Ensemble) -> CheckRecord | None:
@@ -213,10 +206,7 @@ def _arm_cell(label: str, group: Group, k: int, length: float, steps: Sequence[S
 
 
 def _sweep_cells(setting: Setting, mean: float, points: Sequence[SweepPoint]) -> list[Cell]:
-    """Build a cell for each point of a sweep, relative to the point's interleaved baseline, because machines drift.
-
-    The autoregressive time of a batch size is the median over its baselines; a point's time is that over its speedup.
-    """
+    """Build a cell for each point of a sweep, relative to the point's interleaved baseline, because machines drift."""
     by_batch = {batch: [point for point in points if point.batch == batch] for batch in {p.batch for p in points}}
     groups = {batch: _sweep_group(setting, mean, batch, of_batch) for batch, of_batch in by_batch.items()}
     cells = []
@@ -271,11 +261,7 @@ def _speedup(point: SweepPoint) -> float:
 
 
 def known_layout(run: RunRecord) -> LayoutRecord:
-    """Return the layout of a run.
-
-    Raises:
-        ConfigError: the recipe does not name the simulator's model and hardware.
-    """
+    """Return the layout of a run, or refuse one whose recipe does not name the simulator's model and hardware."""
     rule = "must be of a recipe that names its simulator.model and simulator.hardware"
     require(run.layout is not None, "--run", rule, run.recipe)
     assert run.layout is not None

@@ -2,10 +2,7 @@
 
 A band is p10 to p90 over samples of the structural variant, its parameters, layouts within the assumptions, the
 learner's efficiency where it was not measured, and the residual error of the calibration, which grows outside the
-measured ranges.
-
-The record of the stage `project_speedup` projects other draft lengths on the run's machine, from the run's calibration.
-A request is projected from the paper's.
+measured ranges. A run is projected from its own calibration, and a request from the paper's.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.simulator import Array
 from slipstream.simulator.calibration import CalibrationRecord, Draw, Ensemble, check_length
-from slipstream.simulator.iteration import CostModel, Drafting, network_collective
+from slipstream.simulator.iteration import CostModel, Drafting
 from slipstream.simulator.observed import (
     PAPER_SETTING,
     CheckRecord,
@@ -47,7 +44,7 @@ from slipstream.simulator.observed import (
     run_setting,
 )
 from slipstream.simulator.rollout import RolloutShape, Trace
-from slipstream.simulator.settings import IDEAL, Setting, load_setting
+from slipstream.simulator.settings import IDEAL, Setting, load_belief, load_setting
 from slipstream.simulator.step_cost import Learner, Overlap, overlap
 from slipstream.statistics import Spread, spread
 from slipstream.types import Arm
@@ -78,13 +75,13 @@ class Scenario:
     def generation_gpus(self) -> int:
         """Number of GPUs that generate."""
         gpus = self.setting.num_gpus
-        return gpus if self.lag == 0 else max(1, round(gpus * self.generation_fraction))
+        return gpus if self.lag == 0 else round(gpus * self.generation_fraction)
 
     @property
     def training_gpus(self) -> int:
         """Number of GPUs that train; all GPUs when colocated."""
         gpus = self.setting.num_gpus
-        return gpus if self.lag == 0 else max(1, gpus - self.generation_gpus)
+        return gpus if self.lag == 0 else gpus - self.generation_gpus
 
     @property
     def shape(self) -> RolloutShape:
@@ -108,11 +105,7 @@ class ProjectionRequest(Checked):
     drafting: Drafting = Drafting.EAGLE3
 
     def scenario(self) -> Scenario:
-        """Apply the request to the published layout of the most similar model.
-
-        Raises:
-            ConfigError: model or hardware is unknown, or the model does not fit on the GPUs.
-        """
+        """Apply the request to the published layout of the most similar model, or refuse one that does not fit."""
         sparse = load_model(self.model).num_experts > 0
         base = load_setting(_LARGE_SETTING if sparse else PAPER_SETTING)
         known = (self.model, self.hardware) == (base.model, base.hardware)
@@ -165,7 +158,6 @@ def _fitting_gpus(model: str, hardware: str, precision: Precision) -> int:
 
 
 _NUM_DRAWS = 96
-_IDEAL_STACK = "an ideal stack: no host, launch or draft overhead, all peaks reached"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,15 +186,11 @@ def project(
     num_draws: int = _NUM_DRAWS,
     seed: int = 0,
 ) -> ProjectedPoint:
-    """Project both arms of a scenario, with bands.
-
-    Args:
-        layouts: alternatives of the scenario's assumptions; samples are spread evenly over all of them.
-    """
+    """Project both arms of a scenario, with bands, from samples that are spread evenly over it and `layouts`."""
     scenarios = (scenario, *layouts)
     batch = max(float(each.shape.per_engine) for each in scenarios)
     sampled = ensemble.draws(k=scenario.k, batch=batch, count=num_draws, seed=seed)
-    latency = network_collective()
+    latency = load_belief("links", "network_collective_s")
     around = np.random.default_rng([seed, 1]).standard_normal((num_draws, 2))  # apart from the ensemble's
     collectives_s = latency.median * np.exp(latency.log_sd * around[:, 1])
     drawn = zip(cycle(scenarios), sampled, around[:, 0].tolist(), collectives_s.tolist(), strict=False)
@@ -214,18 +202,13 @@ def project_ideal(scenario: Scenario, learner: Learner, *, layouts: Sequence[Sce
     """Project both arms on a stack without overhead, which runs at the roofline; bands cover the layouts alone."""
     draw = Draw(parameters=IDEAL, autoregressive_error=1.0, speculative_error=1.0)
     arms = [_arms(each, learner, draw, 0.0, 0.0) for each in (scenario, *layouts)]
-    return _summary(scenario, arms, (_IDEAL_STACK,))
+    return _summary(scenario, arms, ("an ideal stack: no host, launch or draft overhead, all peaks reached",))
 
 
 def _arms(
     scenario: Scenario, learner: Learner, draw: Draw, deviation: float, network_collective_s: float
 ) -> tuple[Overlap, Overlap]:
-    """Simulate the autoregressive and the speculative arm for one sample.
-
-    Args:
-        deviation: `deviation` of `Learner.stages`.
-        network_collective_s: latency of a collective between NVLink domains.
-    """
+    """Simulate the autoregressive and the speculative arm for one sample; `deviation` is that of `Learner.stages`."""
     setting, mean = scenario.setting, scenario.mean_tokens
     model = CostModel(setting=setting, parameters=draw.parameters, network_collective_s=network_collective_s)
     trainer = learner.stages(setting, num_gpus=scenario.training_gpus, mean_tokens=mean, deviation=deviation)
@@ -267,11 +250,7 @@ class RequestedProjection:
 
 
 def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedProjection:
-    """Project a request on an ideal stack, and from a calibration on the paper's measurements.
-
-    Args:
-        seed: seed of the samples of the bands.
-    """
+    """Project a request on an ideal stack, and from a calibration on the paper's measurements."""
     scenario, learner = request.scenario(), paper_learner()
     layouts, sources = assumed_layouts(scenario), scenario.setting.sources.items()
     return RequestedProjection(
@@ -284,9 +263,6 @@ def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedPr
 def write_request(request: ProjectionRequest, directory: Path, *, seed: int = 0) -> Path:
     """Write projection.json of a request into `directory`; returns its path."""
     return write_record(project_request(request, seed=seed), directory / "projection.json")
-
-
-PAPER_SOURCE = "arXiv 2604.26779, measured"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,13 +281,7 @@ def project_speedup(
     layout: LayoutRecord | None,
     execution: str,
 ) -> ProjectionRecord:
-    """Calibrate on a run, check on its speculative arm and project.
-
-    Args:
-        layout: layout of the run; None leaves out projections from the run, as a run of one arm does.
-    Raises:
-        ConfigError: the sweep of a run of both arms is empty.
-    """
+    """Calibrate on a run, check on its speculative arm and project; nothing without a layout, or for a single arm."""
     has_both = tuning is not None and any(arm.arm is Arm.AUTOREGRESSIVE for arm in arms)
     if layout is None or not has_both:
         return ProjectionRecord(run_calibration=None, run_check=None, from_run=())
@@ -319,20 +289,15 @@ def project_speedup(
     return ProjectionRecord(
         run_calibration=run.ensemble.record(execution),
         run_check=run.check,
-        from_run=tuple(project_run(run, swept_ks(tuning))),
+        from_run=tuple(project_run(run)),
     )
 
 
-def swept_ks(tuning: TuningRecord | None) -> list[int]:
-    """List the draft lengths k >= 1 of a sweep; none of a run without one."""
-    return sorted({point.k for point in tuning.points if point.k > 0}) if tuning else []
-
-
-def project_run(run: RunCalibration, ks: Sequence[int]) -> list[ProjectedPoint]:
-    """Project every k of `ks` on the run's machine, at the acceptance lengths of the sweep's profile."""
+def project_run(run: RunCalibration) -> list[ProjectedPoint]:
+    """Project every k of the sweep on the run's machine, at the acceptance lengths of the sweep's profile."""
     learner = Learner(measured=run.step, setting=run.setting, mean_tokens=run.mean_tokens)
     scenarios = [
         Scenario(setting=run.setting, mean_tokens=run.mean_tokens, k=k, acceptance_length=run.profile.length(k))
-        for k in ks
+        for k in run.swept_ks
     ]
     return [project(scenario, run.ensemble, learner) for scenario in scenarios]

@@ -3,8 +3,6 @@
 Each iteration gives every running sequence the same expected number of tokens. The schedule therefore depends on tokens
 alone: one schedule holds for every model, hardware and k.
 
-Key-value memory bounds the number of running sequences; the others wait in a queue until a running sequence ends.
-
 Legend: `B` sequences of one engine, `S` spans between two changes of the running batch.
 """
 
@@ -15,12 +13,10 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated
 
 import numpy as np
-from pydantic import Field
 
-from slipstream.config import LARGEST, NUMBER, Checked, NonNegativeFloat, PositiveFloat, require
+from slipstream.config import require
 from slipstream.simulator import Array
 
 _BISECTIONS = 60
@@ -29,12 +25,13 @@ _NORMAL_LEVELS = np.array([0.5 * (1.0 + math.erf(value / math.sqrt(2.0))) for va
 _LEVELS = (np.arange(512) + 0.5) / 512
 
 
-class Lengths(Checked, path="lengths"):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
     """Log-normal distribution of response lengths, truncated at `max_tokens` as an engine truncates."""
 
-    median: PositiveFloat
-    log_sd: NonNegativeFloat
-    max_tokens: Annotated[float, Field(ge=1, le=LARGEST), NUMBER]
+    median: float
+    log_sd: float
+    max_tokens: float
 
     def at(self, levels: Array) -> Array:
         """Compute the quantiles of the length at `levels` in (0, 1)."""
@@ -45,21 +42,10 @@ class Lengths(Checked, path="lengths"):
         """Mean number of tokens of a response."""
         return float(np.mean(self.at(_LEVELS)))
 
-    @property
-    def mean_square_tokens(self) -> float:
-        """Mean square of the number of tokens of a response."""
-        return float(np.mean(self.at(_LEVELS) ** 2))
-
 
 @lru_cache(maxsize=64)  # most parameters of a fit do not change lengths
 def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengths:
-    """Find the distribution with a given mean, truncated responses included.
-
-    A mean of `max_tokens` means that every response is truncated.
-
-    Raises:
-        ConfigError: the mean is above `max_tokens`.
-    """
+    """Find the distribution with a given mean, truncated responses included."""
     require(1 <= mean <= max_tokens, "lengths.mean", f"must lie in [1, max_tokens {max_tokens:g}]", mean)
     # Between two medians at which a response reaches 1 or `max_tokens`, the mean is a straight line.
     shape = np.exp(log_sd * _normal_quantile(_LEVELS))
@@ -70,28 +56,9 @@ def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengt
     return Lengths(median=float(np.interp(mean, means, medians)), log_sd=log_sd, max_tokens=max_tokens)
 
 
-def log_sd_of_truncation(*, mean: float, max_tokens: float, truncated_fraction: float) -> float:
-    """Find the `log_sd` with which a given fraction of responses is truncated at `max_tokens`.
-
-    Raises:
-        ConfigError: the fraction is not in (0, 0.5); without truncated responses the spread is not determined.
-    """
-    require(0 < truncated_fraction < 0.5, "truncated_fraction", "must lie in (0, 0.5)", truncated_fraction)
-    return _log_sd_reaching(max_tokens, level=1.0 - truncated_fraction, mean=mean, max_tokens=max_tokens)
-
-
-def log_sd_of_longest(*, mean: float, max_tokens: float, longest: float, count: int) -> float:
-    """Find the `log_sd` with which the median of the longest of `count` responses is `longest` tokens.
-
-    Raises:
-        ConfigError: the longest is shorter than the mean.
-    """
-    require(longest >= mean, "longest", f"must be >= the mean {mean:g}", longest)
-    return _log_sd_reaching(longest, level=_median_level_of_longest(count), mean=mean, max_tokens=max_tokens)
-
-
-def _log_sd_reaching(tokens: float, *, level: float, mean: float, max_tokens: float) -> float:
+def log_sd_reaching(tokens: float, *, level: float, mean: float, max_tokens: float) -> float:
     """Find the `log_sd` whose quantile at `level` is `tokens`, by bisection: the quantile rises with the spread."""
+    require(tokens >= mean, "longest", f"must be >= the mean {mean:g}", tokens)
     z = float(_normal_quantile(np.array([level]))[0])
     low, high = 0.01, 3.0
     for _ in range(_BISECTIONS):
@@ -103,7 +70,7 @@ def _log_sd_reaching(tokens: float, *, level: float, mean: float, max_tokens: fl
 
 def longest_of(lengths: Lengths, count: int) -> float:
     """Compute the median of the longest of `count` responses."""
-    return float(lengths.at(np.array([_median_level_of_longest(count)]))[0])
+    return float(lengths.at(np.array([level_of_longest(count)]))[0])
 
 
 def mean_longest_of(lengths: Lengths, count: int) -> float:
@@ -114,7 +81,7 @@ def mean_longest_of(lengths: Lengths, count: int) -> float:
 def stratified(lengths: Lengths, count: int, *, longest_of_count: int) -> Array:
     """List `count` typical lengths in rising order; the last is the longest of `longest_of_count` responses."""
     levels = (np.arange(count) + 0.5) / count
-    levels[-1] = max(levels[-1], _median_level_of_longest(longest_of_count))
+    levels[-1] = max(levels[-1], level_of_longest(longest_of_count))
     return lengths.at(levels)
 
 
@@ -123,8 +90,8 @@ def _normal_quantile(levels: Array) -> Array:
     return np.interp(levels, _NORMAL_LEVELS, _NORMAL_VALUES)
 
 
-def _median_level_of_longest(count: int) -> float:
-    # All of `count` responses lie below level u with probability u^count, which is 1/2 at the median.
+def level_of_longest(count: int) -> float:
+    """Return the level of the median of the longest of `count` responses: all lie below u with probability u^count."""
     return 0.5 ** (1.0 / count)
 
 
@@ -166,7 +133,7 @@ def mean_context(lengths: Lengths, *, prompt_tokens: float) -> float:
 
     At a random time a running sequence is picked in proportion to its length L, and half of it is generated on average.
     """
-    return prompt_tokens + lengths.mean_square_tokens / (2.0 * lengths.mean_tokens)
+    return prompt_tokens + float(np.mean(lengths.at(_LEVELS) ** 2)) / (2.0 * lengths.mean_tokens)
 
 
 def cached_sequences(lengths: Lengths, shape: RolloutShape) -> float:
@@ -196,14 +163,3 @@ def batch_in_slots(lengths_B: Array, *, prompt_tokens: float, num_slots: int) ->
     batch_S = np.cumsum(np.bincount(places, joins), dtype=np.float64)[:-1]
     started_S = np.cumsum(np.bincount(places, joins * np.tile(starts_B, 2)))[:-1]  # sum over the running sequences
     return Trace(tokens_S=np.diff(borders), batch_S=batch_S, context_S=batch_S * (prompt_tokens + middle_S) - started_S)
-
-
-def steady_state(lengths: Lengths, *, running_S: Array, prompt_tokens: float) -> Trace:
-    """Schedule engines that are never drained: `running_S` sequences run at all times.
-
-    The spans are alternatives, one an entry of `running_S`, and each lasts one mean response.
-    """
-    context = mean_context(lengths, prompt_tokens=prompt_tokens)
-    return Trace(
-        tokens_S=np.full_like(running_S, lengths.mean_tokens), batch_S=running_S, context_S=running_S * context
-    )

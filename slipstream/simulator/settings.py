@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cache
 
 from slipstream.catalog import BYTES, Hardware, ModelShape, Precision, load, load_hardware, load_model, section
-from slipstream.config import PositiveFloat, from_mapping, require
+from slipstream.config import PositiveFloat, PositiveInt, Rate, from_mapping, require
 from slipstream.simulator.rollout import Lengths, RolloutShape, Slots, lengths_with_mean
 
 
@@ -37,7 +36,8 @@ class CostParameters:
 
 
 NAMES: tuple[str, ...] = tuple(field.name for field in fields(CostParameters))
-_OF_REGIME = {"eager_s_per_layer": Regime.CAPTURED, "tile_factor": Regime.TILE}
+OF_REGIME = {"eager_s_per_layer": Regime.CAPTURED, "tile_factor": Regime.TILE}
+"""Cost parameters of a single structural variant; they are 0 in the others."""
 
 IDEAL = CostParameters(**{name: 1.0 if name.endswith("_efficiency") else 0.0 for name in NAMES})
 """Parameters of a stack without overhead, which runs at the roofline."""
@@ -60,27 +60,12 @@ def load_belief(section_name: str, name: str) -> Prior:
     return from_mapping(Prior, entries[name], f"cluster.{section_name}.{name}")
 
 
-def names_of(regime: Regime, *, ngram: bool) -> tuple[str, ...]:
-    """List the cost parameters that a structural variant fits; that of n-grams needs data with n-gram drafts."""
-    used = [name for name in NAMES if _OF_REGIME.get(name, regime) is regime]
-    return tuple(name for name in used if ngram or name != "ngram_s_per_token")
-
-
-def believed(regime: Regime, priors: Mapping[str, Prior]) -> CostParameters:
-    """Return a structural variant's parameters before a fit; parameters of the other variants are 0."""
-    of_regime = {name: _OF_REGIME.get(name, regime) is regime for name in NAMES}
-    return CostParameters(**{name: priors[name].median if used else 0.0 for name, used in of_regime.items()})
-
-
 def load_priors(target: str) -> dict[str, Prior]:
     """Load the priors of all cost parameters for a kind of target, `gpu` or `cpu`."""
     sections = section("priors", target)
     priors = {name: from_mapping(Prior, values, f"priors.{name}") for name, values in sections.items()}
     require(set(priors) == set(NAMES), f"priors.{target}", "must hold every cost parameter", sorted(priors))
     return priors
-
-
-_NAMED = ("model", "hardware", "precision", "learner_precision", "sources")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,9 +78,9 @@ class Setting:
     learner_precision: Precision
     num_gpus: int
     gpus_per_engine: int
-    memory_share: float  # fraction of an engine's memory for weights and key-value cache
+    memory_share: Rate  # fraction of an engine's memory for weights and key-value cache
     num_rollouts: int
-    group_size: int
+    group_size: PositiveInt
     slots: Slots
     prompt_tokens: int
     max_response_tokens: int
@@ -106,12 +91,11 @@ class Setting:
     sources: dict[str, str]
 
     def __post_init__(self) -> None:
-        missing = sorted({field.name for field in fields(self)} - set(_NAMED) - set(self.sources))
+        named = {"model", "hardware", "precision", "learner_precision", "sources"}
+        missing = sorted({field.name for field in fields(self)} - named - set(self.sources))
         require(not missing, "setting.sources", "must name a source of every figure", missing)
         rule = f"must be >= gpus_per_engine {self.gpus_per_engine}"
         require(self.num_gpus >= self.gpus_per_engine, "setting.num_gpus", rule, self.num_gpus)
-        require(self.group_size >= 1, "setting.group_size", "must be >= 1", self.group_size)
-        require(0 < self.memory_share <= 1, "setting.memory_share", "must lie in (0, 1]", self.memory_share)
         needed, memory = self.model_shape.total_parameters * BYTES[self.precision], self.accelerator.memory_bytes
         rule = f"must hold {needed / 1e9:.0f} GB of weights at {memory / 1e9:.0f} GB a GPU"
         require(needed <= self.gpus_per_engine * memory, "setting.gpus_per_engine", rule, self.gpus_per_engine)

@@ -1,34 +1,28 @@
 """Seconds of a GRPO step: the learner's stages from flops and measured efficiency, overlapped with generation.
 
-The asynchronous loops generate on GPUs of their own, with a policy at most `lag` versions old.
+The asynchronous loops generate on GPUs of their own, with a policy at most `lag` versions old. With r running sequences
+of an engine, t(r) seconds a token, N responses a step and B seconds of training beside generation, a step of T seconds
+without its refit has (docs/simulator.md derives it)
 
-`one_step_off` generates a whole batch during a training step; both sides wait for the refit:
+    one_step_off:  T = max(drained batch, B)
+    in_flight:     T >= (N / engines) E[L] t(r) / r            throughput, which a larger r improves
+                   T >= (L_max t(r) + B) / (1 + lag)           latency of the longest response, which it worsens
 
-    step = refit + max(drained batch, trainer)
+r is bounded by the lag, by the key-value memory, and, where only a whole group frees its slots (`Slots.GROUP`), by the
+slots that a group's shorter responses leave empty.
 
-`in_flight` never drains the engines; training waits only for the refit and for the next batch. A batch's responses
-start when weights are published, and are trained `lag` publications later. Later batches run on while the trainer
-waits, so in a step of T seconds with B seconds of training a response has (1 + lag) T - B seconds. With r running
-sequences of an engine, t(r) seconds a token and N responses a step:
-
-    throughput: T >= (N / engines) E[L] t(r) / r;
-        latency:    T >= (L_max t(r) + B) / (1 + lag), because the longest response must end within that time.
-
-A larger r improves throughput and worsens latency. r has three bounds: the lag, r <= (N / engines) (1 + lag) E[L] /
-L_max; the key-value memory; and, where only a whole group frees its slots (`Slots.GROUP`), (N / engines) lag E[L] /
-E[longest of a group], because the slots of a group's shorter responses stay empty.
+Legend: `R` alternative numbers of running sequences.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import numpy as np
 
-from slipstream.config import require
 from slipstream.simulator import Array
 from slipstream.simulator.rollout import (
     Lengths,
@@ -37,12 +31,14 @@ from slipstream.simulator.rollout import (
     Trace,
     cached_sequences,
     longest_of,
+    mean_context,
     mean_longest_of,
     slowest_engine,
-    steady_state,
 )
 from slipstream.simulator.settings import Setting, load_belief
 from slipstream.types import STAGES, LoopMode, StageTimes
+
+_POINTS = 65  # running batches in a grid search, over the whole range and again around its best point
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,31 +53,20 @@ class Learner:
         """Scale the measured step, without generation, to another layout; data and prepare keep their seconds.
 
         A stage's seconds are proportional to its flops over peak and efficiency, for all tokens, padding included.
-        A stage that was not run stays at 0 s.
 
         Args:
-            mean_tokens: mean tokens of a response.
             deviation: deviation from the prior's ratio of efficiencies between the two layouts, in standard deviations
                 of the ratio's logarithm.
         """
         ratio, log_sd = relative_efficiency(setting, self.setting)
         factor = _ideal_s(setting, num_gpus, mean_tokens) / (ratio * math.exp(log_sd * deviation))
         factor /= _ideal_s(self.setting, self.setting.num_gpus, self.mean_tokens)
-
-        return StageTimes.in_sequence(
-            data_s=self.measured.data_s,
-            prepare_s=self.measured.prepare_s,
-            generation_s=0.0,
-            logprob_s=factor * self.measured.logprob_s,
-            train_s=factor * self.measured.train_s,
-        )
+        logprob_s, train_s = factor * self.measured.logprob_s, factor * self.measured.train_s
+        return replace(self.measured, logprob_s=logprob_s, train_s=train_s).with_generation(0.0)
 
 
 def relative_efficiency(setting: Setting, measured_on: Setting) -> tuple[float, float]:
-    """Compute the prior of the learner's efficiency on `setting` over that on `measured_on`: median and log sd.
-
-    The ratio depends on the hardware and on experts; median 1 and log sd 0 if both are equal.
-    """
+    """Compute the prior of the learner's efficiency on `setting` over that on `measured_on`: median and log sd."""
     log_ratio, variance = 0.0, 0.0
     if setting.hardware != measured_on.hardware:
         here, there = (load_belief("learner", each.hardware) for each in (setting, measured_on))
@@ -105,10 +90,6 @@ def _ideal_s(setting: Setting, num_gpus: int, mean_tokens: float) -> float:
     """Compute the seconds at peak of one flop for each parameter and token of the batch."""
     peak = setting.accelerator.flops_per_s[setting.learner_precision]
     return setting.model_shape.parameters_per_token * setting.learner_tokens(mean_tokens) / (num_gpus * peak)
-
-
-_POINTS = 65
-"""Number of running batches in a grid search, over the whole range and again around its best point."""
 
 
 class Bound(StrEnum):
@@ -144,14 +125,12 @@ def overlap(
     Args:
         seconds: function from a trace to the seconds of each span on one engine, with or without speculation.
         lag: 0 makes the step synchronous.
-        mode: loop mode, used if `lag` is at least 1.
+        mode: mode of an asynchronous loop, used if `lag` is at least 1.
     """
-    require(lag >= 0, "lag", "must be >= 0", lag)
     drained_s = float(seconds(slowest_engine(lengths, shape)).sum())
-    overlapped = lag > 0 and mode is not LoopMode.SYNCHRONOUS
-    busy_s = trainer.other_s - trainer.prepare_s if overlapped else 0.0  # generation hides all stages but the refit
+    busy_s = trainer.other_s - trainer.prepare_s if lag > 0 else 0.0  # generation hides all stages but the refit
     period_s, least_s, bound = drained_s, drained_s, Bound.DRAINED
-    if overlapped and mode is LoopMode.IN_FLIGHT:
+    if lag > 0 and mode is LoopMode.IN_FLIGHT:
         (alone_s, _), (paced_s, paced_bound) = (_pace(lengths, shape, lag, seconds, each) for each in (0.0, busy_s))
         period_s = min(alone_s, drained_s)
         if paced_s <= drained_s:  # else a batch ahead, drained as a synchronous one: lag 1 or more can use it
@@ -170,11 +149,17 @@ def _pace(
     """Find the shortest step that generation allows beside `busy_s` of training, over the number of sequences."""
     per_engine = shape.num_rollouts / shape.num_engines
     mean, longest = lengths.mean_tokens, longest_of(lengths, shape.num_rollouts)
-    caps = {Bound.LAG: max(1.0, per_engine * (1 + lag) * mean / longest), **_caps(lengths, shape, lag)}
+    context = mean_context(lengths, prompt_tokens=shape.prompt_tokens)
+    lag_cap = max(1.0, per_engine * (1 + lag) * mean / longest)
+    caps = {Bound.LAG: lag_cap, Bound.MEMORY: cached_sequences(lengths, shape)}
+    if shape.slots is Slots.GROUP:
+        filled = mean / mean_longest_of(lengths, shape.group_size)
+        caps[Bound.GROUPS] = max(1.0, per_engine * lag * filled)
     bound = min(caps, key=lambda each: caps[each])
 
     def period_s(running_R: Array) -> Array:
-        trace = steady_state(lengths, running_S=running_R, prompt_tokens=shape.prompt_tokens)
+        # Engines are never drained: the spans are alternatives, and each lasts one mean response.
+        trace = Trace(tokens_S=np.full_like(running_R, mean), batch_S=running_R, context_S=running_R * context)
         token_s_R = seconds(trace) / mean
         return np.maximum((longest * token_s_R + busy_s) / (1 + lag), per_engine * mean * token_s_R / running_R)
 
@@ -185,12 +170,3 @@ def _pace(
     period_s_R = period_s(running_R)
     best = int(period_s_R.argmin())
     return float(period_s_R[best]), bound if running_R[best] == caps[bound] else Bound.LAG
-
-
-def _caps(lengths: Lengths, shape: RolloutShape, lag: int) -> dict[Bound, float]:
-    """Compute bounds other than the lag on the mean number of running sequences of an engine."""
-    found = {Bound.MEMORY: cached_sequences(lengths, shape)} if math.isfinite(shape.cache_tokens) else {}
-    if shape.slots is Slots.GROUP:
-        filled = lengths.mean_tokens / mean_longest_of(lengths, shape.group_size)
-        found[Bound.GROUPS] = max(1.0, shape.num_rollouts / shape.num_engines * lag * filled)
-    return found

@@ -54,11 +54,7 @@ _NUM_PROBES = 16  # prompts on which an engine's logprobs are compared if its te
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmPlan:
-    """Settings of one arm: its engines, its draft, its draft lengths and its name.
-
-    Attributes:
-        validation: problems on which the policy is evaluated during training; empty: it is not evaluated.
-    """
+    """Settings of one arm: its engines, its draft, its draft lengths and its name."""
 
     arm: Arm
     num_speculative_tokens: int
@@ -67,7 +63,7 @@ class ArmPlan:
     start_engine: Callable[[], AbstractContextManager[RemoteEngine]]
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
     label: str = ""  # name in progress lines; empty: the arm's name
-    validation: tuple[Prompt, ...] = ()
+    validation: tuple[Prompt, ...] = ()  # problems for evaluations during training; empty: there are none
 
     @property
     def title(self) -> str:
@@ -77,13 +73,7 @@ class ArmPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Training of one arm, in as many attempts as its restarts allow.
-
-    Attributes:
-        decode: decoder of responses for scoring.
-        log: receives the metrics of each step.
-        turn: schedule of this arm's steps among those of other arms; None: the arm trains alone.
-    """
+    """Training of one arm, in as many attempts as its restarts allow."""
 
     recipe: Recipe
     plan: ArmPlan
@@ -91,8 +81,8 @@ class Run:
     prompts: Sequence[Prompt]
     decode: Decode
     directory: Path
-    log: LogMetrics
-    turn: Turn | None = None
+    log: LogMetrics  # receives the metrics of each step
+    turn: Turn | None = None  # None: the arm trains alone
 
     def train(self) -> ArmRecord:
         """Train; write the policy to `directory/policy` and a draft that learned beside it to `directory/draft`.
@@ -120,11 +110,7 @@ class Run:
         )
 
     def with_restarts(self, engines: RemoteEngine, reward: Reward) -> list[StepRecord]:
-        """Train to the end; after a lost learner rank, or lost weights, start again from the last checkpoint.
-
-        Returns:
-            Records of all steps.
-        """
+        """Train to the end, after a lost learner rank or lost weights from the last checkpoint; return all steps."""
         num_learners = num_engines = 0  # restarts after a lost learner rank, and after lost weights
         config = self.recipe
         checkpoints = Checkpoints(directory=self.directory / "checkpoints", recipe=config.fingerprint())
@@ -162,9 +148,8 @@ class Run:
         """Train from the last checkpoint to the end and write the final policy; return the records of all steps."""
         recipe, draft, title = self.recipe, self.plan.draft, self.plan.title
         self._prepare(engines, learner)
-        restored = checkpoints.restore(learner)
-        history = restored.steps
-        pending = Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
+        history, waiting = checkpoints.restore(learner)
+        pending = Pending() if waiting is None else Pending.from_bytes(waiting)
         with (
             checkpoints.finished(learner),
             open_channel(recipe.refit, learner, engines) as channel,
@@ -255,7 +240,7 @@ class Run:
         on_step: Callable[..., None],
         pending: Pending,
         threads: ThreadGroup,
-        start_clock: Callable[[], StageClock] = StageClock,
+        start_clock: Callable[[], StageClock],
     ) -> SyncLoop | AsyncLoop:
         """Build the loop of the recipe."""
         recipe = self.recipe
@@ -306,10 +291,9 @@ class Run:
         """Wrap the engines and their gate for the loop, so that lost engines are replaced."""
         recipe, k = self.recipe, self.plan.num_speculative_tokens
         steps = [record.autopilot for record in history] + [each.result.autopilot for each in pending.scored]
-        in_flight = recipe.loop.mode is LoopMode.IN_FLIGHT
-        if in_flight:
+        if recipe.loop.mode is LoopMode.IN_FLIGHT:
             engines.run_in_flight(recipe.loop.kv_cache)  # also drops what an earlier attempt left unfinished
-        watches = k > 0 and recipe.draft.autopilot and not in_flight
+        watches = k > 0 and recipe.draft.autopilot
         return FaultTolerantEngines(
             engines,
             gate,

@@ -7,22 +7,19 @@
 The lag alone bounds how far generation runs ahead: while the engines hold version v, (v + lag + 1) batches have been
 requested in all.
 
-`one_step_off`: version t - lag of the policy samples the whole batch t. The engines take version t once they have
-generated the batches of older versions, and sample batch t + lag with it. The version of each batch is fixed, so no
-result depends on timing; with a lag of 0 the steps are those of `SyncLoop`. A step that is followed by a checkpoint
-waits until every requested batch is there, so that none is generated twice.
+`one_step_off`: version t - lag of the policy samples the whole batch t, so no result depends on timing; with a lag of
+0 the steps are those of `SyncLoop`. A step that is followed by a checkpoint waits until every requested batch is there,
+so that none is generated twice.
 
 `in_flight`: the engines never stop. New weights enter between two engine iterations, and unfinished rollouts continue.
 Groups are submitted in the order of the prompts and return in any order. Each group carries the version it was
-submitted under; no token of the group is older. A batch first takes the groups that later steps could not take,
-because they would exceed the lag or be too many for one batch, and waits for them. It then takes others in the order
-in which they returned. So no group is dropped for its length, and none is trained on that exceeds the lag.
+submitted under; no token of the group is older. A batch first takes the groups that later steps could not take, and
+waits for them, then others in the order in which they returned. So no group is dropped, and none exceeds the lag.
 
-The last step that can take a group submitted under version v is v + lag. A step takes `P` groups, so all groups of
-version v or older are taken in time only if at most `P * (v + lag - t + 1)` of them are left when step t begins. That
-holds for every v, not for the oldest alone: a step that takes young groups, only because they are there, may leave more
-old groups than a later batch holds. The bound can always be kept: while the newest version is t, (t + lag + 1) batches
-were submitted in all, so one step has to take at most one batch of the groups that are there.
+The last step that can take a group submitted under version v is v + lag. A step takes `P` groups, so at most
+`P * (v + lag - t + 1)` groups of version v or older may be left when step t begins, for every v: a step that takes
+young groups, only because they are there, may leave more old groups than a later batch holds. The bound can always be
+kept: while the newest version is t, (t + lag + 1) batches were submitted in all, so one step has to take at most one.
 
 Legend: `P` prompts a step; group `i` is prompt `i % P` of batch `i // P`.
 """
@@ -57,12 +54,7 @@ class AsyncLoop:
     """Loop in which generation runs beside training; an instance runs once.
 
     Attributes:
-        threads: threads of this training alone.
-        pending: rollouts that an earlier attempt generated and did not train on; its unfinished groups are restarted.
         on_step: receives each step's record before the next step starts, and pending rollouts if a checkpoint is due.
-        submitted: counter over all attempts; None: nothing is counted.
-        turn: schedule of this arm's steps among those of other arms. Batches are then generated whole, and all
-            requested batches are there when a turn ends. None: the arm trains alone.
     """
 
     arm: Arm
@@ -74,18 +66,16 @@ class AsyncLoop:
     loop: LoopConfig
     on_step: Callable[[StepRecord, Pending | None], None]
     start_clock: Callable[[], StageClock] = StageClock
-    turn: Turn | None = None
+    turn: Turn | None = None  # all requested batches are there when it ends; None: the arm trains alone
     threads: ThreadGroup = field(default_factory=ThreadGroup)
-    pending: Pending = field(default_factory=Pending)
-    submitted: Submitted | None = None
+    pending: Pending = field(default_factory=Pending)  # of an earlier attempt, whose unfinished groups are restarted
+    submitted: Submitted | None = None  # counter over all attempts; None: nothing is counted
 
     def run(self, start_step: int) -> None:
-        """Train from `start_step` to the end.
-
-        Raises:
-            Exception: error of whichever of the three loops failed first.
-        """
+        """Train from `start_step` to the end, or raise the error of the thread that failed first."""
         threads, scored, config = self.threads, self.pending.scored, self.trainer.config
+        self._is_whole = self.loop.mode is not LoopMode.IN_FLIGHT  # each batch is generated whole, by one version
+        self._lag, self._per_step = self.loop.max_off_policy_steps, config.prompts_per_step
         self._exports: Queue[Export] = Queue(threads)
         self._published: Queue[tuple[RefitCheck, int]] = Queue(threads)  # with the number of restarted rollouts
         self._generated: Queue[tuple[int, GenerationResult, float]] = Queue(threads)  # index, result, its end
@@ -93,7 +83,7 @@ class AsyncLoop:
         self._scored: Queue[Scored] = Queue(threads, scored)
         # In flight: the version under which each group was submitted, until the group is trained on.
         # The threads' lock guards it.
-        self._started = {} if self._is_whole else {each.index: _oldest(each) for each in scored}
+        self._started = {each.index: _oldest(each) for each in scored}
         num_kept = start_step * self._per_step + sum(len(each.result.groups) for each in scored)
         self._num_submitted = num_kept + len(self.pending.under_way)  # over all attempts; `produce` alone changes it
         num_lost = 0 if self.submitted is None else max(0, self.submitted.read() - num_kept)
@@ -102,25 +92,10 @@ class AsyncLoop:
             {"produce": self._produce, "score": self._score, "train": lambda: self._train(start_step)}, finite="train"
         )
 
-    @property
-    def _is_whole(self) -> bool:
-        """True if each batch is generated whole, by one version."""
-        return self.loop.mode is not LoopMode.IN_FLIGHT
-
-    @property
-    def _lag(self) -> int:
-        return self.loop.max_off_policy_steps
-
-    @property
-    def _per_step(self) -> int:
-        return self.trainer.config.prompts_per_step
-
     def _produce(self) -> None:
         """Run the engines: consume as many prompts as the lag allows, and the weights that the trainer exports.
 
-        This thread waits for the engines, in flight for a moment at a time. It waits for new weights once the lag
-        allows no further group and all requested groups have returned; the trainer or the end of the training unblocks
-        it.
+        This thread waits for new weights once the lag allows no further group and all requested groups have returned.
         """
         version = self._publish(self._exports.take())
         self._submit(self.pending.under_way, version)
@@ -141,7 +116,7 @@ class AsyncLoop:
     def _publish(self, export: Export) -> int:
         with self._watch.delivery.busy():
             refit = self.engines.deliver(export)
-        restarts = not self._is_whole and self.loop.too_old is TooOld.RESTART
+        restarts = self.loop.too_old is TooOld.RESTART
         self._published.put((refit, self._restart_overdue(export.version) if restarts else 0))
         return export.version
 
@@ -204,10 +179,7 @@ class AsyncLoop:
             self._generated.put((index, result, ended_s))
 
     def _score(self) -> None:
-        """Score what `produce` generated, and queue it with its rewards for training.
-
-        This thread waits for generated rollouts; `produce` or the end of the training unblocks it.
-        """
+        """Score what `produce` generated, and queue it with its rewards for training."""
         max_groups = (self._lag + 1) * self._per_step
         while True:
             index, result, generated_s = self._generated.take()
@@ -220,9 +192,7 @@ class AsyncLoop:
     def _train(self, start_step: int) -> None:
         """Train the remaining steps: take one batch a step, and export the new weights at the start of the next step.
 
-        This thread waits for the learner's export; for its batch, in flight one that leaves nothing overdue to the next
-        step; and at the end of the step for the engines' refit. A refit that needs the learner comes first as a whole.
-        `produce`, `score` or the end of the training unblocks it.
+        A step ends when the engines have the weights of its start; a refit that needs the learner comes first.
         """
         trainer, watch = self.trainer, self._watch
         versions: tuple[Versions, ...] = self.pending.published
@@ -308,36 +278,20 @@ class AsyncLoop:
 
 
 def overdue(started: Mapping[int, int], step: int, *, lag: int) -> set[int]:
-    """Groups that would exceed the lag in the step after this one.
-
-    Args:
-        started: version under which each group was submitted, by index, without groups that were trained on.
-        step: current step, whose number is the newest version.
-        lag: in steps.
-    """
+    """Groups that would exceed the lag in the step after this one; `started` has versions of groups by index."""
     return {index for index, version in started.items() if version <= step - lag}
 
 
 def num_missing(there: Sequence[int], started: Mapping[int, int], step: int, *, lag: int, per_step: int) -> int:
-    """Number of groups that this step has to take and that are not among `there` yet.
-
-    Raises:
-        AssertionError: more groups are overdue than a batch holds, so an earlier step took the wrong ones.
-    """
-    missing = 0
-    for version, num_required in _required(started, step, lag=lag, per_step=per_step):
-        missing = max(missing, num_required - sum(started[index] <= version for index in there))
-    return missing
+    """Number of groups that this step has to take and that are not among `there` yet."""
+    required = _required(started, step, lag=lag, per_step=per_step)
+    return max(0, *(num - sum(started[index] <= version for index in there) for version, num in required))
 
 
 def choose_batch(
     waiting: Sequence[Scored], started: Mapping[int, int], step: int, *, lag: int, per_step: int
 ) -> list[Scored] | None:
-    """Choose `per_step` groups, or None while too few are there: those that have to be taken, then in the given order.
-
-    Raises:
-        AssertionError: as in `num_missing`.
-    """
+    """Choose `per_step` groups, or None while too few are there: those that have to be taken, then the first ones."""
     there = [each.index for each in waiting]
     if len(there) < per_step or num_missing(there, started, step, lag=lag, per_step=per_step):
         return None
@@ -353,7 +307,7 @@ def choose_batch(
 def _required(started: Mapping[int, int], step: int, *, lag: int, per_step: int) -> list[tuple[int, int]]:
     """Number of groups of each version or older that this step has to take, the oldest version first."""
     required: list[tuple[int, int]] = []
-    for num_later, version in enumerate(range(step - lag, step - lag + max(1, lag))):
+    for num_later, version in enumerate(range(step - lag, step)):
         num = max(0, sum(each <= version for each in started.values()) - num_later * per_step)
         assert num <= per_step, f"{num} groups of version {version} or before have to be taken in step {step}"
         required.append((version, num))

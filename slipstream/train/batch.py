@@ -10,9 +10,9 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.config import from_mapping, to_mapping
 from slipstream.engine.protocol import GenerationResult
@@ -22,9 +22,6 @@ from slipstream.records.files import write_atomic
 from slipstream.records.steps import Mismatch
 from slipstream.rewards.reward import RewardResult
 from slipstream.types import FinishReason, Rollout, RolloutGroup, TrainBatch
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 _AGREEMENT = 0.5, 2.0  # lowest and highest ratio of trainer to rollout probability that counts as agreement
 Versions = tuple[int, int | None]
@@ -64,9 +61,7 @@ def assemble(
 
     Args:
         rewards: one a rollout, group by group.
-        config: scale and baseline of the advantages, and the responses that the loss leaves out.
         policy_version: version of the policy that learns from the batch.
-        draft_version: version of the draft that the engines hold beside it.
         max_lag: number of versions by which a token may be older than `policy_version`.
         published: pairs of policy and draft version that engines held together, which may go further back than
             `max_lag`; None: every policy version had `draft_version`.
@@ -129,11 +124,7 @@ def _require_versions(rollouts: Sequence[Rollout], *, versions: range, published
 
 
 def mismatch(rollout_logprobs: Sequence[Sequence[float]], trainer_logprobs: Sequence[NDArray[np.float32]]) -> Mismatch:
-    """Compare the rollout and trainer logprobs of every response token.
-
-    Raises:
-        FloatingPointError: a logprob is NaN or infinite.
-    """
+    """Compare the rollout and trainer logprobs of every response token; one that is not finite is an error."""
     rollout = np.concatenate([np.asarray(values, dtype=np.float64) for values in rollout_logprobs])
     trainer = np.concatenate(list(trainer_logprobs)).astype(np.float64)
     gap = rollout - trainer
@@ -166,30 +157,20 @@ class Scored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pending:
-    """Rollouts between two steps that are not trained on yet.
+    """Rollouts between two steps that are not trained on yet."""
 
-    Attributes:
-        scored: scored rollouts, in the order of the queue.
-        under_way: indices of submitted groups that are not scored; a resumed attempt restarts them.
-        published: versions of policy and draft that `scored` may come from.
-    """
-
-    scored: tuple[Scored, ...] = ()
-    under_way: tuple[int, ...] = ()
-    published: tuple[Versions, ...] = ()
+    scored: tuple[Scored, ...] = ()  # in the order of the queue
+    under_way: tuple[int, ...] = ()  # indices of submitted groups that are not scored; a resumed attempt restarts them
+    published: tuple[Versions, ...] = ()  # versions that `scored` may come from
 
     def to_bytes(self) -> bytes:
-        """Serialize to what `from_bytes` reads, but for times on this process's clock."""
+        """Serialize all but times on this process's clock."""
         timeless = replace(self, scored=tuple(replace(each, generated_s=0.0) for each in self.scored))
         return json.dumps(to_mapping(timeless), allow_nan=False).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Pending:
-        """Deserialize.
-
-        Raises:
-            CheckpointError: the bytes are damaged.
-        """
+        """Deserialize, or raise `CheckpointError` for damaged bytes."""
         try:
             return from_mapping(cls, json.loads(data))
         except ValueError as error:
@@ -211,7 +192,4 @@ class Submitted:
 
     def read(self) -> int:
         """Number over all attempts so far; 0 before the first."""
-        try:
-            return int(self._path.read_text())
-        except FileNotFoundError:
-            return 0
+        return int(self._path.read_text()) if self._path.exists() else 0

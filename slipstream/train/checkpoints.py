@@ -19,44 +19,30 @@ from slipstream.train.loop import Learner
 
 logger = logging.getLogger(__name__)
 
-_KEPT = 2
 _PENDING = ".pending"
 _REMAINS = (_PENDING, ".partial", ".old")
 _GRACE_S = 60.0  # after an error the learner itself may hang
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Restored:
-    """State of a resumed run beside the learner's."""
-
-    steps: list[StepRecord]
-    pending: bytes | None = None  # None: none was saved
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoints:
     """Directory of checkpoints, each with the learner's whole state and the records of all steps so far.
 
-    A file beside a checkpoint holds rollouts that were generated and not trained on; it is written before the
-    checkpoint and removed after it. Other files with such names are left alone, and logged once.
-
-    `recipe` is the fingerprint of the recipe, because steps of one recipe must not be continued with another.
+    A file beside a checkpoint holds `pending` rollouts, which are not trained on; it is written before the checkpoint
+    and removed after it. Other files with such names are left alone, and logged once. `recipe` is the recipe's
+    fingerprint, because steps of one recipe must not be continued with another.
     """
 
     directory: Path
     recipe: str
-    keep: int = _KEPT
+    keep: int = 2
     _told: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     _damaged: set[tuple[str, int]] = field(default_factory=set, init=False, repr=False, compare=False)
 
     def save(self, learner: Learner, history: Sequence[StepRecord], pending: bytes | None = None) -> None:
         """Write the checkpoint after `len(history)` steps, then remove all but the newest `keep` whole ones.
 
-        A checkpoint that is written in the background counts once it is whole; until then the `keep` before it stay. A
-        damaged checkpoint never counts.
-
-        Args:
-            pending: rollouts that were generated and not trained on.
+        A checkpoint that is written in the background counts once it is whole, and a damaged one never.
         """
         path = step_directory(self.directory, len(history))
         extra: dict[str, Any] = {"recipe": self.recipe, "steps": [asdict(record) for record in history]}
@@ -80,8 +66,8 @@ class Checkpoints:
         learner.finish_checkpoint()
         self._drop_oldest(learner)
 
-    def restore(self, learner: Learner) -> Restored:
-        """Load the newest whole checkpoint into the learner, if there is one; return the rest of its state.
+    def restore(self, learner: Learner) -> tuple[list[StepRecord], bytes | None]:
+        """Load the newest whole checkpoint into the learner, if there is one; return its steps and `pending`.
 
         Raises:
             CheckpointError: all checkpoints are damaged, or the newest belongs to another recipe.
@@ -106,26 +92,24 @@ class Checkpoints:
                 )
             history = [from_mapping(StepRecord, step, f"steps[{i}]") for i, step in enumerate(extra["steps"])]
             logger.info("train_grpo: resuming from %s, step %d", path.name, len(history))
-            return Restored(steps=history, pending=pending)
+            return history, pending
         if damaged:
             raise CheckpointError(f"no checkpoint can be resumed from; remove them to start anew: {'; '.join(damaged)}")
-        return Restored(steps=[])
+        return [], None
 
     def _drop_oldest(self, learner: Learner, *, writing: Path | None = None) -> None:
-        older: list[Path] = []
-        whole: list[Path] = []
+        kept: list[Path] = []
         for path in reversed(self._paths()):
-            if len(whole) == self.keep:
-                older.append(path)
-            elif self._is_whole(learner, path):
-                whole.append(path)
-        for path in older:
-            if self._is_whole(learner, path) is not None:
+            is_whole = self._is_whole(learner, path)
+            if len(kept) < self.keep:
+                if is_whole:
+                    kept.append(path)
+            elif is_whole is not None:
                 remove(path)
                 if path.exists():
                     self._tell(path, f"{path} cannot be removed")
-        if len(whole) == self.keep:
-            self._drop_remains(whole[-1], writing)
+        if len(kept) == self.keep:
+            self._drop_remains(kept[-1], writing)
 
     def _drop_remains(self, oldest: Path, writing: Path | None) -> None:
         """Remove what a killed process left of steps before the oldest checkpoint that is kept."""
@@ -172,7 +156,7 @@ def _identity(path: Path) -> tuple[str, int]:
 
 
 def _last_line(error: Exception) -> str:
-    """Last line of an error: that of another process arrives with its whole traceback."""
+    """Last line of an error, which arrives from another process with its whole traceback."""
     return str(error).strip().splitlines()[-1]
 
 
@@ -181,10 +165,9 @@ def _pending(path: Path, extra: Mapping[str, Any]) -> bytes | None:
     if "pending" not in extra:
         return None
     file = path.with_suffix(_PENDING)
-    try:
-        data = file.read_bytes()
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise CheckpointError(f"checkpoint {path} must have its rollouts beside it, got no {file.name}") from error
+    if not file.is_file():
+        raise CheckpointError(f"checkpoint {path} must have its rollouts beside it, got no {file.name}")
+    data = file.read_bytes()
     if _digest(data) != extra["pending"]:
         raise CheckpointError(f"the rollouts of checkpoint {path} must be those that were saved, got other bytes")
     return data

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slipstream.data.prompts import PromptStream
 from slipstream.drafts.config import DraftConfig, DraftOnline
@@ -30,9 +31,6 @@ from slipstream.train.acceptance_guard import AcceptanceGuard
 from slipstream.train.batch import Versions, assemble, chosen, have_signal, mismatch
 from slipstream.train.metrics import StageClock
 from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup, StageTimes, TrainBatch
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 class Gate(Protocol):
@@ -81,21 +79,13 @@ class Learner(Protocol):
 
 
 class Draft:
-    """Draft of an arm from step to step; this class stays as it was pretrained, or stands for no draft.
-
-    Attributes:
-        version: version of the draft that the next rollouts are sampled with; None without a draft.
-    """
+    """Draft of an arm from step to step; this class stays as it was pretrained, or stands for no draft."""
 
     def __init__(self, version: int | None = None) -> None:
-        self.version = version
+        self.version = version  # of the draft that the next rollouts are sampled with; None without a draft
 
     def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
-        """Decide whether the step of these rollouts trains the draft; None: no step does. Call this once a step.
-
-        Args:
-            num_steps_left: number of steps after this one.
-        """
+        """Decide whether the step of these rollouts trains the draft; None: no step does. Call this once a step."""
 
     def note(self, record: StepRecord) -> None:
         """Update the draft's state after a step."""
@@ -105,14 +95,9 @@ class TrainedDraft(Draft):
     """Draft that learns beside the policy: version 0 is pretrained, and each step that trains it makes the next."""
 
     def __init__(self, config: DraftConfig, *, reference: float | None, history: Iterable[StepRecord] = ()) -> None:
-        """Continue after the steps of `history`.
-
-        Args:
-            reference: mean acceptance length of the draft before RL; None: not measured.
-        """
+        """Continue after the steps of `history`; `reference` is the mean acceptance length before RL, if measured."""
         super().__init__(version=0)
-        self._always = config.online.when is DraftOnline.ALWAYS
-        self._horizon_steps = config.online.horizon_steps
+        self._online = config.online
         self._staleness = Staleness(reference=reference)
         for record in history:
             generation_s = 0.0 if record.draft_decision is None else record.draft_decision.generation_s
@@ -122,9 +107,10 @@ class TrainedDraft(Draft):
     def decide(self, result: GenerationResult, *, num_steps_left: int) -> DraftDecision | None:
         """Decide by staleness, or always train."""
         self._staleness = self._staleness.observed(result.acceptance, result.generation_s)
-        horizon_steps = min(self._horizon_steps, num_steps_left)
+        horizon_steps = min(self._online.horizon_steps, num_steps_left)
         decision = self._staleness.decide(generation_s=result.generation_s, horizon_steps=horizon_steps)
-        return replace(decision, trains=True, reason="always") if self._always else decision
+        is_always = self._online.when is DraftOnline.ALWAYS
+        return replace(decision, trains=True, reason="always") if is_always else decision
 
     def note(self, record: StepRecord) -> None:
         """Count the step's training of the draft."""
@@ -202,21 +188,15 @@ class Learned:
 
 @dataclass(frozen=True, kw_only=True)
 class Trainer:
-    """Step from scored rollouts to new weights, and to the step's record.
-
-    Attributes:
-        temperature: temperature at which the rollouts were sampled.
-        max_response_tokens: largest length of a rollout; the loss `dr_grpo` needs it.
-        max_lag: number of versions by which rollouts may be older than the policy that learns from them.
-    """
+    """Step from scored rollouts to new weights, and to the step's record."""
 
     learner: Learner
     config: GrpoConfig
-    temperature: float
-    max_response_tokens: int
+    temperature: float  # of the rollouts
+    max_response_tokens: int  # the loss `dr_grpo` needs it
     draft: Draft = field(default_factory=Draft)
     guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
-    max_lag: int = 0
+    max_lag: int = 0  # versions by which rollouts may be older than the policy that learns from them
 
     def learn(
         self,
@@ -229,8 +209,6 @@ class Trainer:
     ) -> Learned:
         """Train version `step` of the policy on the rollouts, and the draft if `Draft.decide` says so.
 
-        Args:
-            published: as in `assemble`.
         Raises:
             AcceptanceCollapse: the rollouts' acceptance fell far below its band.
         """

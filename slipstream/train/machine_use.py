@@ -4,8 +4,7 @@ Linux counts the time of each core in /proc/stat, and of each process in a file 
 process and its descendants, a local Ray and its workers among them. Where Ray was running before, they are its raylet
 and the raylet's descendants too; where workers are forked, the process that has them forked and its descendants. On a
 cluster this machine is the trainer's node, and no other node is read. Counters are read before a step and after it,
-outside its time; both readings take 4 ms together where 120 processes run (measured on a busy machine of two cores). A
-value that cannot be read is None: no run fails for it.
+outside its time; both readings take 4 ms together where 120 processes run. A value that cannot be read is None.
 """
 
 from __future__ import annotations
@@ -54,45 +53,35 @@ class Counters:
     cores: tuple[int, ...] | None  # ticks by state, over the cores that this process may run on
     own_ticks: Mapping[tuple[int, int], int] | None  # by process id and start, with those of ended children
     pressure_us: int | None
-    load: float | None
-    cpu_mhz: float | None
-    sm_clock_mhz: float | None = None
-    throttle_reasons: tuple[str, ...] = ()
 
 
-def read_counters(proc: Path = _PROC, cpus: Path = _CPUS, nvml: Any = None) -> Counters:
-    """Read this machine's counters.
-
-    Args:
-        nvml: NVIDIA's library for the state of GPUs; None: the installed one, if it finds a GPU.
-    """
-    sm_clock_mhz, reasons = _gpu_clocks(_nvml() if nvml is None else nvml)
+def read_counters(proc: Path = _PROC) -> Counters:
+    """Read this machine's counters."""
     return Counters(
         at_s=time.perf_counter(),
         cores=_readable(lambda: _core_ticks((proc / "stat").read_text(), os.sched_getaffinity(0))),
         own_ticks=_readable(lambda: _own_ticks(proc)),
         pressure_us=_readable(lambda: _pressure_us((proc / "pressure" / "memory").read_text())),
-        load=_readable(lambda: float((proc / "loadavg").read_text().split()[0])),
-        cpu_mhz=_readable(lambda: _cpu_mhz(proc, cpus)),
-        sm_clock_mhz=sm_clock_mhz,
-        throttle_reasons=reasons,
     )
 
 
-def use_between(before: Counters, after: Counters) -> MachineUse:
-    """Use of this machine between two readings; load and clocks are those of the second reading."""
+def use_between(
+    before: Counters, after: Counters, *, proc: Path = _PROC, cpus: Path = _CPUS, nvml: Any = None
+) -> MachineUse:
+    """Use of this machine between two readings, with its present load and clocks; None takes the installed NVML."""
+    sm_clock_mhz, throttle_reasons = _gpu_clocks(_nvml() if nvml is None else nvml)
     other, steal = _core_fractions(before, after)
     pressure = None
     if before.pressure_us is not None and after.pressure_us is not None and after.at_s > before.at_s:
         pressure = min(1.0, (after.pressure_us - before.pressure_us) / 1e6 / (after.at_s - before.at_s))
     return MachineUse(
-        load=after.load,
+        load=_readable(lambda: float((proc / "loadavg").read_text().split()[0])),
         other_cpu_fraction=other,
         steal_fraction=steal,
         memory_pressure_fraction=pressure,
-        cpu_mhz=after.cpu_mhz,
-        sm_clock_mhz=after.sm_clock_mhz,
-        throttle_reasons=after.throttle_reasons,
+        cpu_mhz=_readable(lambda: _cpu_mhz(proc, cpus)),
+        sm_clock_mhz=sm_clock_mhz,
+        throttle_reasons=throttle_reasons,
     )
 
 
@@ -157,8 +146,7 @@ def _tree(roots: Iterable[int], children: Mapping[int, list[int]]) -> set[int]:
 
 def _pressure_us(text: str) -> int:
     """Microseconds in which some process waited, from the text of a file under /proc/pressure."""
-    some = [line for line in text.splitlines() if line.startswith("some")]
-    return int(some[0].rpartition("total=")[2])
+    return int(text.partition("total=")[2].split()[0])  # of the first line, "some"
 
 
 def _cpu_mhz(proc: Path, cpus: Path) -> float:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from statistics import fmean
 from typing import Any, TypeVar
 
-from slipstream.records.steps import DynamicSampling, EvaluationRecord, LagStats, MachineUse, Overlap, StepRecord
+from slipstream.records.steps import EvaluationRecord, LagStats, MachineUse, Overlap, StepRecord
 from slipstream.train.batch import Scored
 from slipstream.train.machine_use import Counters, read_counters, use_between
 from slipstream.types import STAGES, StageTimes
@@ -54,7 +55,7 @@ class StageClock:
 
 
 class Activity:
-    """Spans in which one part of the training worked. One thread records them; another may read them meanwhile.
+    """Spans in which one part of the training worked; while one thread records them, another may read them.
 
     Both change the lists by single calls, each of which the interpreter does as a whole, so no lock is needed.
     """
@@ -86,8 +87,7 @@ class Activity:
 
     def between(self, start_s: float, end_s: float) -> list[Span]:
         """Work between two times, of which the later is past, a span in progress included."""
-        found = [_cut((start, end), start_s, end_s) for start, end in self._spans[:]]
-        return [span for span in found if span[1] > span[0]]
+        return common([(start, end) for start, end in self._spans[:]], [(start_s, end_s)])
 
     def forget(self, end_s: float) -> None:
         """Drop spans that ended before this time."""
@@ -99,14 +99,10 @@ def total_s(spans: Sequence[Span]) -> float:
     return sum(end - start for start, end in spans)
 
 
-def common_s(spans: Sequence[Span], others: Sequence[Span]) -> float:
-    """Time in which spans of both lists went on at once."""
-    cuts = [_cut(span, *other) for span in spans for other in others]
-    return sum(max(0.0, end - start) for start, end in cuts)
-
-
-def _cut(span: Span, start_s: float, end_s: float) -> Span:
-    return max(span[0], start_s), min(span[1], end_s)
+def common(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """Spans in which those of both lists went on at once."""
+    cuts = [(max(start, begin), min(end, stop)) for start, end in spans for begin, stop in others]
+    return [(start, end) for start, end in cuts if end > start]
 
 
 class Stopwatch:
@@ -117,8 +113,7 @@ class Stopwatch:
     for the delivery that came before them: without it they would have come that much sooner. `waited` tells both from
     the time of generation.
 
-    The trainer's thread alone calls its methods, and counts rollouts in `num_awaited`, `num_restarted` and
-    `num_regenerated`; other threads use the activities.
+    The trainer's thread alone calls its methods and counts rollouts; other threads use the activities.
     """
 
     def __init__(self, *, num_regenerated: int = 0, now_s: Callable[[], float] = time.perf_counter) -> None:
@@ -159,7 +154,7 @@ class Stopwatch:
         end_s = self._now_s()
         generated_s = min(max((each.generated_s for each in scored), default=start_s), end_s)
         waited_s = max(0.0, generated_s - start_s)
-        held_up_s = min(waited_s, self._publishing_s(export, generated_s)) if waited_s else 0.0
+        held_up_s = min(waited_s, self._publishing_s(export, generated_s))
         exposed_s = held_up_s + max(0.0, exported_s - max(start_s, generated_s))
         score_s = end_s - max(exported_s, generated_s)
         clock.add("prepare", exposed_s)
@@ -175,7 +170,7 @@ class Stopwatch:
         start_s = self._now_s()
         found = wait()
         waited = start_s, self._now_s()
-        generation_s = common_s([waited], self.engine.between(*waited))
+        generation_s = total_s(self.engine.between(*waited))
         exposed_s = max(0.0, total_s([waited]) - generation_s)
         clock.add("generation", generation_s)
         clock.add("prepare", exposed_s)
@@ -195,7 +190,7 @@ class Stopwatch:
         worked_s = max(0.0, total_s(engine) - self.engine.take_rest())
         found = Overlap(
             generation_s=total_s(engine),
-            hidden_s=common_s(engine, learner),
+            hidden_s=total_s(common(engine, learner)),
             engine_idle_fraction=max(0.0, 1.0 - worked_s / elapsed_s),
             learner_idle_fraction=max(0.0, 1.0 - total_s(learner) / elapsed_s),
             score_s=total_s(score),
@@ -216,12 +211,10 @@ class Stopwatch:
 
     def _publishing_s(self, export: Span, end_s: float) -> float:
         """Seconds in which engines took weights, or idled during the export, since the rollouts before."""
-        delivery = self.delivery.between(self._accounted_s, end_s)
-        written = max(export[0], self._accounted_s), min(export[1], end_s)
-        if written[1] <= written[0]:
-            return total_s(delivery)
-        busy_s = common_s([written], [*delivery, *self.engine.between(*written)])
-        return total_s(delivery) + max(0.0, total_s([written]) - busy_s)
+        since = self._accounted_s, end_s
+        delivery, written = self.delivery.between(*since), common([export], [since])
+        busy_s = total_s(common(written, [*delivery, *self.engine.between(*since)]))
+        return total_s(delivery) + max(0.0, total_s(written) - busy_s)
 
 
 def metrics_of(record: StepRecord) -> dict[str, float]:
@@ -330,23 +323,19 @@ def _lag_metrics(lags: Sequence[LagStats]) -> dict[str, float]:
     """Metrics of tokens that are corrected or off-policy: over all of them, and for each lag."""
     if not lags:
         return {}
-    num_tokens = sum(each.num_tokens for each in lags)
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(value * each.num_tokens for value, each in zip(values, lags, strict=True)) / num_tokens
-
+    nums = [each.num_tokens for each in lags]
     metrics = {
-        "offpolicy/lag_mean": mean(each.lag for each in lags),
+        "offpolicy/lag_mean": fmean((each.lag for each in lags), nums),
         "offpolicy/lag_max": max(each.lag for each in lags),
-        "offpolicy/ratio_mean": mean(each.ratio_mean for each in lags),
+        "offpolicy/ratio_mean": fmean((each.ratio_mean for each in lags), nums),
         "offpolicy/ratio_max": max(each.ratio_max for each in lags),
-        "offpolicy/clipped_fraction": mean(each.clipped_fraction for each in lags),
-        "offpolicy/effective_sample_size": mean(each.effective_sample_size for each in lags),
+        "offpolicy/clipped_fraction": fmean((each.clipped_fraction for each in lags), nums),
+        "offpolicy/effective_sample_size": fmean((each.effective_sample_size for each in lags), nums),
     }
     for each in lags:
         values = asdict(each)
         lag, num = values.pop("lag"), values.pop("num_tokens")
-        metrics[f"offpolicy/tokens_fraction_lag_{lag}"] = num / num_tokens
+        metrics[f"offpolicy/tokens_fraction_lag_{lag}"] = num / sum(nums)
         metrics |= {f"offpolicy/{name}_lag_{lag}": value for name, value in values.items()}
     return metrics
 
@@ -359,15 +348,12 @@ def step_line(record: StepRecord, num_steps: int) -> str:
     more = "" if record.draft_update is None else f", draft trained in {record.draft_update.elapsed_s:.2f} s"
     if record.evaluation is not None:
         more += f"; after step {record.step} avg@{record.evaluation.k} was {record.evaluation.avg_at_k:.3f}"
-    more += _sampling_words(record.dynamic_sampling)
+    sampling = record.dynamic_sampling
+    if sampling is not None and (sampling.num_batches > 1 or sampling.num_filled):
+        signal = f"{sampling.num_with_signal} of {sampling.num_groups} groups in {sampling.num_batches} batches"
+        more += f"; {signal} had signal"
+        more += f", {sampling.num_filled} without it filled the step" if sampling.num_filled else ""
     return (
         f"step {record.step + 1}/{num_steps}, reward {record.reward_mean:.3f}, {record.times.step_s:.2f} s "
         f"(generation {record.times.generation_s:.2f} s, {_tokens_per_s(record):.0f} tokens/s){acceptance}{more}"
     )
-
-
-def _sampling_words(sampling: DynamicSampling | None) -> str:
-    if sampling is None or (sampling.num_batches == 1 and not sampling.num_filled):
-        return ""
-    words = f"; {sampling.num_with_signal} of {sampling.num_groups} groups in {sampling.num_batches} batches had signal"
-    return words + (f", {sampling.num_filled} without it filled the step" if sampling.num_filled else "")

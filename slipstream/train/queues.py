@@ -19,7 +19,8 @@ class Ended(RuntimeError):  # noqa: N818  # a signal between threads, not a fail
 class ThreadGroup:
     """Threads that share one lock and end together.
 
-    Every change and the end wake all waiting threads, so none waits for a thread that is gone.
+    Every change and the end wake all waiting threads, so none waits for a thread that is gone: `update` and `wait_for`
+    raise `Ended` once the training has ended.
     """
 
     def __init__(self) -> None:
@@ -29,11 +30,7 @@ class ThreadGroup:
         self._threads: list[threading.Thread] = []
 
     def update(self, change: Callable[[], T]) -> T:
-        """Call `change` under the lock, and wake all waiting threads.
-
-        Raises:
-            Ended: the training has ended.
-        """
+        """Call `change` under the lock, and wake all waiting threads."""
         with self._changed:
             self._require_going_on()
             result = change()
@@ -41,11 +38,7 @@ class ThreadGroup:
             return result
 
     def wait_for(self, take: Callable[[], T | None]) -> T:
-        """Wait until `take` returns a value other than None; it runs under the lock and may change shared state.
-
-        Raises:
-            Ended: the training has ended.
-        """
+        """Wait until `take` returns a value other than None; it runs under the lock and may change shared state."""
         with self._changed:
             while True:
                 self._require_going_on()
@@ -56,12 +49,9 @@ class ThreadGroup:
                 self._changed.wait()
 
     def run(self, loops: Mapping[str, Callable[[], None]], *, finite: str) -> None:
-        """Run each loop in a thread until the `finite` one returns or any of them fails. Call this once.
+        """Run each loop in a thread until the `finite` one returns, or raise the error of the first that fails.
 
-        A thread that is still inside a call is left to finish it; `join` waits for such threads.
-
-        Raises:
-            BaseException: error of the first loop that failed, or an interrupt of the calling thread.
+        Call this once. A thread that is still inside a call is left to finish it; `join` waits for such threads.
         """
         self._threads = [
             threading.Thread(target=self._guarded, args=(name, loop, name == finite), name=name, daemon=True)

@@ -30,11 +30,7 @@ class WeightsLostError(RuntimeError):
 class Autopilot:
     """Switch that turns drafting off where it measurably loses; `drafts.length` decides before each generation.
 
-    A step's record holds its decision, so a resumed run continues from the records.
-
-    Args:
-        schedule: schedule of the drafts while drafting is on.
-        steps: decisions of the generations so far.
+    A step's record holds its decision, so a resumed run continues from the `steps` so far.
     """
 
     def __init__(self, schedule: Sequence[ScheduleEntry], steps: Iterable[AutopilotStep | None] = ()) -> None:
@@ -75,20 +71,15 @@ class FaultTolerantEngines:
     engines are refitted and generate, they sleep without their caches, the learner trains. Each wakes by itself when it
     is called. The learner offloads before the refit, not after: an engine that is lost in a refit restarts, and
     measures the free memory.
-
-    Args:
-        is_beside_training: the learner may hold other weights than the engines while these generate.
-        memory_sharer: the learner, if it shares GPUs with the engines.
-        autopilot: switch that decides whether a generation drafts; a generation that failed does not count.
     """
 
     engines: RemoteEngine
     gate: RefitGate
     sampling: SamplingConfig
     max_restarts: int
-    is_beside_training: bool = False
-    memory_sharer: RemoteLearner | None = None
-    autopilot: Autopilot | None = None
+    is_beside_training: bool = False  # the learner may hold other weights than the engines while these generate
+    memory_sharer: RemoteLearner | None = None  # the learner, if it shares GPUs with the engines
+    autopilot: Autopilot | None = None  # a generation that failed does not count
     _num_restarts: int = field(default=0, init=False)
     _num_reported: int = field(default=0, init=False)
     _num_regenerated: int = field(default=0, init=False)  # in flight, not reported in a portion yet
@@ -142,8 +133,7 @@ class FaultTolerantEngines:
     def between_steps(self) -> Iterator[None]:
         """Let `generate` sample in this block with the weights that the engines hold, outside any step.
 
-        The learner may hold other weights already. Neither the autopilot nor the distribution of prompts learns from
-        it.
+        Neither the autopilot nor the distribution of prompts learns from it.
         """
         kept = self.autopilot, self.is_beside_training, self._num_reported
         self.autopilot, self.is_beside_training = None, True
@@ -161,13 +151,7 @@ class FaultTolerantEngines:
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Queue these groups in flight, each on the least loaded engine; errors as in `generate`."""
-        to_do = [requests]  # submitted once: a lost engine's groups are resubmitted as its own
-
-        def submit() -> None:
-            if to_do:
-                self.engines.submit(to_do.pop(), sampling=self.sampling)
-
-        self._recovered(submit)
+        self._recovered(lambda: None, requests=requests)
 
     def advance(self, *, max_s: float) -> Portion:
         """Run all engines until a group is complete, for about `max_s` seconds; errors as in `generate`."""
@@ -181,10 +165,7 @@ class FaultTolerantEngines:
         return num
 
     def restart(self, indices: Sequence[int], *, seeds: Callable[[GroupRequest], tuple[int, ...]]) -> int:
-        """Restart the unfinished rollouts of these groups with other seeds; return their number.
-
-        Errors are those of `generate`.
-        """
+        """Restart the unfinished rollouts of these groups, return their number; errors as in `generate`."""
         return self._recovered(lambda: self.engines.restart(indices, seeds=seeds))
 
     def _refit(self) -> RefitCheck:
@@ -203,37 +184,37 @@ class FaultTolerantEngines:
                 f"no engine can be given policy version {self._version} again: the learner has left it"
             )
 
-    def _recovered(self, call: Callable[[], T], *, is_refit: bool = False) -> T:
-        """Make a call; if an engine is lost in it, replace that engine and make the call again."""
+    def _recovered(self, call: Callable[[], T], *, is_refit: bool = False, requests: Sequence[GroupRequest] = ()) -> T:
+        """Submit `requests` and make a call; if an engine is lost, replace it, submit its groups and call again.
+
+        A refit comes before what is to be submitted.
+        """
         lost: Sequence[Worker] = ()
-        stranded: list[GroupRequest] = []
-        needs_weights = False
+        to_submit = list(requests)
         while True:
             try:
                 if lost:
-                    stranded += self.engines.take_lost([worker.name for worker in lost])
+                    stranded = self.engines.take_lost([worker.name for worker in lost])
+                    self._num_regenerated += sum(len(request.seeds) for request in stranded)
+                    to_submit += stranded
                     self.engines.replace(lost)
                     self.gate.engines_changed()
-                    lost, needs_weights = (), not is_refit
-                if needs_weights:
-                    self._refit_again()
-                    needs_weights = False
+                    if not is_refit:
+                        self._refit_again()
                 if is_refit:
                     result = call()
-                    self._submit_again(stranded)
+                    self._submit_all(to_submit)
                     return result
-                self._submit_again(stranded)
+                self._submit_all(to_submit)
                 return call()
             except LostWorkerError as error:  # a replacement may be lost too
                 lost = self._replaceable(error)
 
-    def _submit_again(self, stranded: list[GroupRequest]) -> None:
-        """Submit the groups of lost engines; if another engine is lost in this call, the groups count as its own."""
-        requests = list(stranded)
-        stranded.clear()
-        if requests:
-            self._num_regenerated += sum(len(request.seeds) for request in requests)
-            self.engines.submit(requests, sampling=self.sampling)
+    def _submit_all(self, requests: list[GroupRequest]) -> None:
+        """Submit and clear `requests`: if an engine is lost in this call, they count as its own."""
+        taken, requests[:] = requests[:], []
+        if taken:
+            self.engines.submit(taken, sampling=self.sampling)
 
     def _replaceable(self, error: LostWorkerError) -> Sequence[Worker]:
         """Count and return the lost engines; raise the error if they may not be replaced."""

@@ -27,11 +27,7 @@ class Turns:
         self._is_stopped = False
 
     def wait(self, name: str, number: int) -> None:
-        """End the turn of `name`, if it has one, and wait for its turn `number`.
-
-        Raises:
-            Stopped: `stop` was called.
-        """
+        """End the turn of `name`, if it has one, and wait for its turn `number`, or raise `Stopped` after `stop`."""
         with self._changed:
             self._waiting[name] = number
             self._changed.notify_all()
@@ -87,7 +83,6 @@ def in_turn(
 
     Args:
         members: functions that begin their turn before a step.
-        num_steps: steps in a turn.
         together: a member that fails ends the others before their next turn; otherwise they continue without it.
     """
     turns = Turns(list(members))

@@ -202,7 +202,7 @@ def test_a_resumed_run_ends_with_the_same_policy_and_draft(policy: Path, draft: 
     with checkpoints.finished(learner):
         steps, _ = run(killed, config=config, grpo=six, reference=3.5, killed_after=3)
         checkpoints.save(learner, steps)
-    history = checkpoints.restore(InProcess(resumed)).steps
+    history, _ = checkpoints.restore(InProcess(resumed))
     assert list(history) == list(steps)
     assert draft_bits(resumed) == draft_bits(killed)
     found, rollouts = run(resumed, config=config, grpo=six, history=history, reference=3.5)

@@ -20,7 +20,7 @@ from slipstream.learner.config import RopeConfig, RopeType
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.optimizer import Stepped
 from slipstream.learner.weights import Layout, ParameterMapping, Shard
-from slipstream.train.checkpoints import Checkpoints, Restored
+from slipstream.train.checkpoints import Checkpoints
 from slipstream.types import Dtype
 from tests.unit.learner import policies
 from tests.unit.learner.policies import LEARNER
@@ -242,7 +242,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_whole_one_is_kept_and_resum
     checkpoints._drop_oldest(learner)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["step-000001", "step-000002"]
     caplog.clear()
-    assert checkpoints.restore(learner) == Restored(steps=[])
+    assert checkpoints.restore(learner) == ([], None)
     assert message in caplog.messages[0] and caplog.messages[0].endswith("; trying the one before it")
     assert all(torch.equal(weight, kept) for (_, weight), kept in zip(learner.policy.weights(), whole, strict=True))
 
@@ -289,7 +289,7 @@ def test_a_process_that_died_between_two_renames_is_resumed_from_what_it_was_to_
     checkpoints.save(learner, [])
     (tmp_path / "step-000000").rename(tmp_path / "step-000000.old")
     shutil.copytree(tmp_path / "step-000000.old", tmp_path / "step-000000.partial")
-    assert checkpoints.restore(learner) == Restored(steps=[])
+    assert checkpoints.restore(learner) == ([], None)
     assert "recipe" in learner.inspect_checkpoint(tmp_path / "step-000000")
     learner.save_checkpoint(tmp_path / "step-000001", {"recipe": "a recipe", "steps": []})
     checkpoints._drop_oldest(learner)

@@ -13,14 +13,7 @@ from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe
 from slipstream.records.run import LayoutRecord
 from slipstream.records.steps import ArmRecord
-from slipstream.simulator.balance import (
-    CoreSlowdowns,
-    PredictedArm,
-    balance,
-    believed_slowdowns,
-    measured_slowdowns,
-    predict_asynchronous,
-)
+from slipstream.simulator.balance import CoreSlowdowns, PredictedArm, balance, measured_slowdowns, predict_asynchronous
 from slipstream.simulator.settings import Prior
 from slipstream.simulator.step_cost import Bound
 from slipstream.stages.support import recipe_layout
@@ -94,7 +87,6 @@ def test_both_arms_are_predicted_by_belief_with_its_source_or_by_factors_of_both
     assert found.arms[0].step_s < found.arms[0].synchronous_step_s
     assert [arm.bound for arm in found.arms] == [Bound.LEARNER, Bound.LEARNER]
     assert "4.45 over 4.15 s" in found.sources["speculative"]
-    assert (believed_slowdowns().engine.median, believed_slowdowns().learner.median) == (1.07, 1.54)
     alone = staged(generation_s=2.0, train_s=1.0)
     overlap = overlapping(generation_s=2.5, hidden_s=1.5)
     beside = with_stages(alone, generation_s=1.0, train_s=1.5)

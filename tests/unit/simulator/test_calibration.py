@@ -8,38 +8,31 @@ import pytest
 import yaml
 
 from slipstream.catalog import CONFIGS
-from slipstream.config import ConfigError
 from slipstream.simulator import Array, calibration
-from slipstream.simulator.calibration import AcceptanceProfile, acceptance_length, fit_posterior, fit_profile
-from slipstream.simulator.observed import WORKLOADS
+from slipstream.simulator.calibration import AcceptanceProfile, fit_posterior, fit_profile
+from slipstream.types import Workload
 
 PAPER: dict[str, Any] = yaml.safe_load((CONFIGS / "reference" / "paper.yaml").read_text())["workloads"]
 
 
 def test_acceptance_length_counts_the_bonus_token_and_rates_fall_with_the_position_on_the_logit_scale() -> None:
-    assert acceptance_length([]) == 1.0
-    assert acceptance_length([0.5, 0.5]) == pytest.approx(1.75)  # 1 + 1/2 + 1/4
     # sigmoid(0) = 1/2, sigmoid(-log 3) = 1/4.
     profile = AcceptanceProfile(level=0.0, fall=float(np.log(3.0)))
-    assert profile.rates(2) == pytest.approx((0.5, 0.25))
     assert profile.length(2) == pytest.approx(1.0 + 0.5 + 0.125)
     assert profile.length(0) == 1.0
-    with pytest.raises(ConfigError, match=r"acceptance_length must lie in \[1, k \+ 1 = 4\], got 4.5"):
-        fit_profile({3: 4.5})
-    with pytest.raises(ConfigError, match="length_by_k must hold a draft length k >= 1"):
-        fit_profile({0: 1.0})
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_rates_by_position_fit_the_papers_lengths_and_a_constant_rate_does_not(workload: str) -> None:
+@pytest.mark.parametrize("workload", Workload)
+def test_rates_by_position_fit_the_papers_lengths_and_a_constant_rate_does_not(workload: Workload) -> None:
     lengths = {entry["k"]: entry["mean_acceptance_length"] for entry in PAPER[workload]["draft_lengths"]}
     profile = fit_profile(lengths)
     assert all(profile.length(k) == pytest.approx(length, abs=0.05) for k, length in lengths.items())
     assert profile.fall > 0
     # One rate r for all positions that meets k = 3: 1 + r + r^2 + r^3 = its length.
     rate = next(root.real for root in np.roots([1, 1, 1, 1 - lengths[3]]) if abs(root.imag) < 1e-9)
-    assert acceptance_length([rate] * 3) == pytest.approx(lengths[3])
-    assert acceptance_length([rate] * 7) > lengths[7] + 0.15
+    constant = AcceptanceProfile(level=float(np.log(rate / (1 - rate))), fall=0.0)
+    assert constant.length(3) == pytest.approx(lengths[3])
+    assert constant.length(7) > lengths[7] + 0.15
 
 
 def test_the_solver_finds_a_line_and_its_covariance_keeps_a_prior_and_follows_a_bent_valley() -> None:

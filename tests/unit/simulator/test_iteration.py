@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slipstream.catalog import Precision, load_model, section_names
 from slipstream.simulator import Array
-from slipstream.simulator.iteration import CostModel, Drafting, active_experts, network_collective
+from slipstream.simulator.iteration import CostModel, Drafting, active_experts
 from slipstream.simulator.rollout import batch_in_slots
 from slipstream.simulator.settings import IDEAL, CostParameters, Regime, Setting, load_setting
 
@@ -77,16 +77,6 @@ def test_no_accepted_token_means_no_gain_and_k_0_is_autoregressive(
 
     assert seconds(0, Drafting.EAGLE3) == seconds(0, Drafting.NGRAM)
     assert seconds(k, Drafting.EAGLE3) >= seconds(0, Drafting.EAGLE3)
-
-
-@given(costs, st.floats(1.0, 7.0), st.floats(0.0, 1.0), regimes)
-def test_more_acceptance_is_never_slower(
-    parameters: CostParameters, length: float, more: float, regime: Regime
-) -> None:
-    trace = batch_in_slots(np.array([50.0, 100.0, 400.0]), prompt_tokens=10, num_slots=3)
-    model = CostModel(setting=setting("qwen3-8b"), parameters=only(parameters, regime))
-    times = [model.span_s(trace, k=7, tokens_per_iteration=each).sum() for each in (length, length + more)]
-    assert times[1] <= times[0]
 
 
 def test_an_ideal_small_batch_reads_the_weights_once_a_large_one_is_bound_by_flops_and_attention_by_the_context() -> (
@@ -157,9 +147,7 @@ def test_an_engine_across_domains_reduces_over_the_network_too_by_a_belief_with_
     found = [CostModel(setting=setting, **ideal).iteration(**batch)["host"][0] for setting in (inside, across)]
     assert found[0] == pytest.approx(2 * 36 * nvlink_s)
     assert found[1] == pytest.approx(2 * 36 * (nvlink_s + network_s))
-    assert (network_collective().median, network_collective().log_sd) == (3e-5, 0.5)
-    model = CostModel(setting=DENSE, parameters=IDEAL)
-    assert model.network_collective_s == network_collective().median
+    assert CostModel(setting=DENSE, parameters=IDEAL).network_collective_s == 3e-5
 
 
 def test_experts_fill_up_with_tokens() -> None:

@@ -11,21 +11,19 @@ from slipstream.config import ConfigError
 from slipstream.simulator import Array, observed
 from slipstream.simulator.calibration import Cell, Ensemble, calibrate
 from slipstream.simulator.observed import (
-    WORKLOADS,
     RunCalibration,
     calibrate_paper,
     calibrate_run,
     paper_cells,
     paper_learner,
-    paper_steps,
-    read_simulator_reference,
     run_setting,
 )
 from slipstream.simulator.projection import PUBLISHED_MODEL, ProjectionRequest, project_request
+from slipstream.simulator.reference import read_reference, read_simulator_reference
 from slipstream.simulator.rollout import Lengths, Trace
 from slipstream.simulator.settings import Regime, Setting, load_setting
 from slipstream.simulator.step_cost import overlap
-from slipstream.types import Arm, StageTimes
+from slipstream.types import Arm, StageTimes, Workload
 from tests.unit.report.handmade import DEMO_TUNING, demo_arms, demo_run
 
 LAYOUT = demo_run().layout
@@ -161,12 +159,13 @@ def test_the_data_choose_a_variant_that_fits_all_sixteen_cells_with_fewer_parame
 def test_the_four_step_totals_are_met() -> None:
     cells = calibrate_paper().best.cells
     seconds = dict(zip([cell.label for cell in cells], calibrate_paper().predict_s(cells).tolist(), strict=True))
-    for (workload, arm), measured in paper_steps().items():
-        generation_s = seconds[f"{workload}, {'k = 3' if arm is Arm.SPECULATIVE else 'autoregressive'}"]
-        assert paper_learner().measured.with_generation(generation_s).step_s == pytest.approx(measured.step_s, rel=0.05)
+    for workload, published in read_reference().workloads.items():
+        for name, measured in (("autoregressive", published.autoregressive), ("k = 3", published.speculative)):
+            step = paper_learner().measured.with_generation(seconds[f"{workload}, {name}"])
+            assert step.step_s == pytest.approx(measured.step_s, rel=0.05)
 
 
-@pytest.mark.parametrize(("held_out", "number", "error"), [*((name, 7, 0.13) for name in WORKLOADS), (SEVEN, 2, 0.1)])
+@pytest.mark.parametrize(("held_out", "number", "error"), [*((name, 7, 0.13) for name in Workload), (SEVEN, 2, 0.1)])
 def test_cells_that_are_left_out_are_predicted(held_out: str, number: int, error: float) -> None:
     ensemble, cells = without(held_out)
     assert len(cells) == number
@@ -189,7 +188,7 @@ def test_what_was_not_measured_warns_and_widens() -> None:
 
 def test_bands_cover_most_held_out_cells() -> None:
     inside = []
-    for ensemble, held_out in map(without, (*WORKLOADS, SEVEN)):
+    for ensemble, held_out in map(without, (*Workload, SEVEN)):
         bands = ensemble.bands_s(held_out)
         inside += [band.p10 <= cell.generation_s <= band.p90 for band, cell in zip(bands, held_out, strict=True)]
         assert all(band.p90 < 2 * band.p10 for band in bands)  # a band that says nothing would cover everything
@@ -213,7 +212,7 @@ def asynchronous_step(arm: Arm, setting: Setting, lengths: Lengths, seconds: Cal
 def fitted_asynchronous_steps(*, rollouts: float = 1.0, tokens: float = 1.0) -> dict[Arm, StageTimes]:
     """Both arms by the fitted cost, with a share of the synchronous step's rollouts, or of each one's tokens."""
     best = calibrate_paper().best
-    mean, model = best.variant.means(best.posterior.mode)["rl_think"], best.model(PUBLISHED)
+    mean, model = best.variant.values(best.posterior.mode)["rl_think"], best.model(PUBLISHED)
     setting = replace(
         PUBLISHED,
         num_rollouts=round(rollouts * PUBLISHED.num_rollouts),
@@ -258,4 +257,4 @@ def test_projections_stand_beside_the_papers_and_are_not_fitted_to_them() -> Non
     assert steps[0].median == pytest.approx(published[0].step_speedup, rel=0.05)
     assert steps[2].p90 == pytest.approx(published[2].step_speedup, rel=0.05)
     # The cells are of the 8B: none is a projected point.
-    assert {cell.group.name for cell in calibrate_paper().best.cells} == set(WORKLOADS)
+    assert {cell.group.name for cell in calibrate_paper().best.cells} == set(Workload)

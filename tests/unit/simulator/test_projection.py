@@ -14,7 +14,7 @@ from slipstream.records.files import read_record, write_record
 from slipstream.records.run import LayoutRecord
 from slipstream.simulator.calibration import Draw, Ensemble
 from slipstream.simulator.iteration import CostModel, Drafting
-from slipstream.simulator.observed import calibrate_paper, calibrate_run, paper_learner
+from slipstream.simulator.observed import calibrate_paper, paper_learner
 from slipstream.simulator.projection import (
     PUBLISHED_MODEL,
     ProjectionRecord,
@@ -24,7 +24,6 @@ from slipstream.simulator.projection import (
     project,
     project_ideal,
     project_request,
-    project_run,
     project_speedup,
     run_setting,
 )
@@ -35,7 +34,7 @@ from slipstream.stages.context import RunContext
 from slipstream.stages.project_speedup import project_speedup as project_stage
 from slipstream.stages.support import recipe_layout
 from slipstream.types import StageTimes
-from tests.unit.report.handmade import DEMO_TUNING, GOLDEN, demo_arms, demo_recipe, demo_run
+from tests.unit.report.handmade import DEMO_TUNING, GOLDEN, demo_arms, demo_recipe
 
 
 def asked(model: str, hardware: str) -> ProjectionRequest:
@@ -173,16 +172,6 @@ def test_a_synchronous_step_is_the_slowest_engine_and_the_learner() -> None:
     assert found.step_speedup.median == pytest.approx(base / spec)
 
 
-def test_with_a_lag_the_gpus_are_split() -> None:
-    split = replace(SCENARIO, lag=1, generation_fraction=0.5)
-    found = project_ideal(split, LEARNER)
-    trainer = LEARNER.stages(split.setting, num_gpus=16, mean_tokens=5000.0)
-    assert found.autoregressive_step_s.median >= trainer.other_s
-    # A longer lag lets the engines sustain more.
-    longer = project_ideal(replace(split, lag=4), LEARNER)
-    assert longer.autoregressive_step_s.median <= found.autoregressive_step_s.median
-
-
 def test_a_packed_learner_sees_the_mean_response_of_the_scenario() -> None:
     packed = replace(SCENARIO, setting=replace(SCENARIO.setting, packed=True))
     for mean in (3800.0, 1800.0):
@@ -202,14 +191,6 @@ def test_draws_are_spread_over_the_layouts_and_the_same_for_the_same_seed() -> N
     assert one == same
     assert one.step_speedup != other.step_speedup
     assert one.autoregressive_step_s.median > one.speculative_step_s.median
-
-
-def test_a_point_says_what_was_asked() -> None:
-    scenario = replace(SCENARIO, k=9, acceptance_length=4.5, lag=2)
-    point = project(scenario, calibrate_paper(), LEARNER, num_draws=2)
-    assert (point.model, point.hardware, point.num_gpus) == ("Qwen3-8B", "GB200", 32)
-    assert (point.lag, point.k, point.acceptance_length) == (2, 9, 4.5)
-    assert point.warnings[0] == "k = 9 was not measured (k = 3 to 7): the band is wider"
 
 
 ASKED = ProjectionRequest(model="mimo-7b", hardware="h200", num_gpus=64, k=4, acceptance_length=3.0)
@@ -288,15 +269,3 @@ def test_a_layout_overrides_what_it_knows_of_the_machine() -> None:
     assert (found.precision, found.learner_precision) == (Precision.FLOAT8, Precision.FLOAT32)
     assert found.max_response_tokens == 777
     assert (found.prompt_tokens, found.length_log_sd) == (base.prompt_tokens, base.length_log_sd)
-
-
-def test_each_k_of_a_run_is_projected_at_its_profiles_length() -> None:
-    layout = demo_run().layout
-    assert layout is not None
-    run = calibrate_run(demo_arms(), DEMO_TUNING, run_setting(layout))
-    points = project_run(run, [2, 7])
-    assert [(point.k, point.acceptance_length) for point in points] == [(k, run.profile.length(k)) for k in (2, 7)]
-    assert all((point.num_gpus, point.lag, point.hardware) == (1, 0, "two x86-64 cores") for point in points)
-    # The learner is as fast as it was measured, and only generation differs: 1.672 s of other stages.
-    assert points[0].autoregressive_step_s.median > 1.672
-    assert points[0].step_speedup.median < points[0].rollout_speedup.median

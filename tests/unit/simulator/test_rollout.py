@@ -1,5 +1,7 @@
 """Lengths of responses and continuous batching over them, worked by hand."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,12 +14,12 @@ from slipstream.simulator.rollout import (
     batch_in_slots,
     cached_sequences,
     lengths_with_mean,
-    log_sd_of_longest,
-    log_sd_of_truncation,
+    level_of_longest,
+    log_sd_reaching,
     longest_of,
+    mean_context,
     mean_longest_of,
     slowest_engine,
-    steady_state,
     stratified,
 )
 
@@ -38,14 +40,13 @@ def test_the_mean_the_truncated_share_and_the_longest_response_give_the_lengths_
     assert longest_of(lengths, 10_000) == 1000.0
     lengths = lengths_with_mean(mean=70.0, log_sd=0.45, max_tokens=160.0)
     share = float(np.mean(stratified(lengths, 100_000, longest_of_count=100_000) >= 160.0))
-    found = log_sd_of_truncation(mean=70.0, max_tokens=160.0, truncated_fraction=share)
-    assert found == pytest.approx(0.45, abs=0.005)
+    assert log_sd_reaching(160.0, level=1.0 - share, mean=70.0, max_tokens=160.0) == pytest.approx(0.45, abs=0.005)
+    of_48 = partial(log_sd_reaching, level=level_of_longest(48), mean=40.0, max_tokens=160.0)
     longest = longest_of(lengths_with_mean(mean=40.0, log_sd=0.2, max_tokens=160.0), 48)
-    found = log_sd_of_longest(mean=40.0, max_tokens=160.0, longest=longest, count=48)
-    assert found == pytest.approx(0.2, abs=0.001)
-    assert log_sd_of_longest(mean=40.0, max_tokens=160.0, longest=40.0, count=48) == pytest.approx(0.01, abs=0.001)
+    assert of_48(longest) == pytest.approx(0.2, abs=0.001)
+    assert of_48(40.0) == pytest.approx(0.01, abs=0.001)
     with pytest.raises(ConfigError, match=r"longest must be >= the mean 40, got 39"):
-        log_sd_of_longest(mean=40.0, max_tokens=160.0, longest=39.0, count=48)
+        of_48(39.0)
 
 
 def test_the_running_batch_shrinks_to_the_longest_and_a_sequence_starts_where_another_has_ended() -> None:
@@ -83,11 +84,8 @@ def test_more_engines_share_the_work_but_not_the_tail_and_memory_that_does_not_b
 def test_an_engine_that_is_never_drained_meets_long_responses_more_often() -> None:
     # Equal responses of 100 tokens are half-way through on average: 50 of them and 10 of the prompt are cached.
     alike, wide = (Lengths(median=100.0, log_sd=sd, max_tokens=limit) for sd, limit in ((0.0, 100.0), (0.5, 1e6)))
-    equal = steady_state(alike, running_S=np.array([4.0]), prompt_tokens=10.0)
-    assert equal.tokens_S.tolist() == [100.0]
-    assert equal.context_S == pytest.approx([4 * 60.0])
-    spread = steady_state(wide, running_S=np.array([1.0]), prompt_tokens=0.0)
-    assert spread.context_S[0] > 0.55 * spread.tokens_S[0]
+    assert mean_context(alike, prompt_tokens=10.0) == pytest.approx(60.0)
+    assert mean_context(wide, prompt_tokens=0.0) > 0.55 * wide.mean_tokens
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=60), st.integers(1, 60))

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from slipstream.catalog import load_hardware, section_names
-from slipstream.config import ConfigError
-from slipstream.simulator.settings import load_setting
+from slipstream.catalog import load_hardware, section, section_names
+from slipstream.config import ConfigError, from_mapping
+from slipstream.simulator.settings import Setting, load_setting
 
 
 @pytest.mark.parametrize("name", section_names("hardware"))
@@ -47,11 +47,11 @@ def test_a_layout_has_the_memory_the_engines_and_the_learner_of_its_figures() ->
     ("field", "value", "rule"),
     [
         ("group_size", 0, "be >= 1"),
-        ("memory_share", 0.0, "lie in"),
-        ("memory_share", 1.1, "lie in"),
+        ("memory_share", 0.0, "be > 0"),
+        ("memory_share", 1.1, "be <= 1"),
         ("gpus_per_engine", 1, "hold 235 GB of weights at 186 GB a GPU, got 1"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(field: str, value: float, rule: str) -> None:
     with pytest.raises(ConfigError, match=f"setting.{field} must {rule}"):
-        replace(load_setting("paper-235b"), **{field: value})
+        from_mapping(Setting, section("settings", "paper-235b") | {field: value}, "setting")

@@ -1,7 +1,6 @@
 """The learner's stages, and generation that overlaps them, worked by hand and beside a loop that is played."""
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -86,27 +85,6 @@ def test_a_longer_lag_is_never_slower(lag: int, log_sd: float, train_s: float, s
     # The longest response must end in time, even on an engine that runs it alone at 1.1 s a token.
     window_s = (1 + lag) * farther.step.step_s - train_s
     assert window_s >= 1.1 * longest_of(lengths, SHAPE.num_rollouts) - 1e-9
-
-
-def step_s(lag: int, train_s: float, mode: LoopMode, **shape: Any) -> float:
-    lengths, trainer = Lengths(median=50.0, log_sd=0.8, max_tokens=300.0), replace(TRAINER, train_s=train_s)
-    how: dict[str, Any] = {"lengths": lengths, "shape": replace(SHAPE, **shape), "seconds": batch_times_ten}
-    return overlap(trainer, lag=lag, mode=mode, **how).step.step_s
-
-
-@given(st.integers(1, 3), st.floats(0.0, 300.0), st.floats(1.0, 500.0), st.sampled_from(LoopMode))
-def test_less_key_value_memory_is_never_faster(lag: int, train_s: float, tokens: float, mode: LoopMode) -> None:
-    less, more = (step_s(lag, train_s, mode, cache_tokens=cache) for cache in (tokens, 2.0 * tokens))
-    assert less >= more * (1 - 1e-3)
-
-
-@given(st.integers(1, 3), st.floats(0.0, 300.0), st.integers(2, 4))
-def test_room_by_the_group_is_never_faster_than_by_the_response(lag: int, train_s: float, group_size: int) -> None:
-    group, response = (
-        step_s(lag, train_s, LoopMode.IN_FLIGHT, slots=slots, group_size=group_size)
-        for slots in (Slots.GROUP, Slots.RESPONSE)
-    )
-    assert group >= response * (1 - 1e-3)
 
 
 def test_responses_are_bound_by_the_lag_and_by_memory_for_two_of_them() -> None:

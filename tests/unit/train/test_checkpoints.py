@@ -13,7 +13,7 @@ import pytest
 
 from slipstream import storage
 from slipstream.learner.checkpoint import CheckpointError, CheckpointWriteError
-from slipstream.train.checkpoints import Checkpoints, Restored
+from slipstream.train.checkpoints import Checkpoints
 from tests.unit.sampled import accepted
 from tests.unit.train.world import STEP, BareLearner
 
@@ -83,11 +83,11 @@ def damage(directory: Path, *counts: int) -> None:
 
 def test_the_newest_whole_one_comes_back_with_every_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints, learner = saved(tmp_path), FileLearner()
-    assert checkpoints.restore(learner) == Restored(steps=[])  # a run without checkpoints starts at the first step
+    assert checkpoints.restore(learner) == ([], None)  # a run without checkpoints starts at the first step
     (tmp_path / "step-000009.part").mkdir()
     save(checkpoints, 2, 3)
     with caplog.at_level(logging.INFO):
-        assert checkpoints.restore(learner) == Restored(steps=HISTORY[:3])
+        assert checkpoints.restore(learner) == (HISTORY[:3], None)
     assert learner.loaded == named(3)
     assert caplog.messages == ["train_grpo: resuming from step-000003, step 3"]
     assert "step-000009.part" in names(tmp_path)
@@ -96,7 +96,7 @@ def test_the_newest_whole_one_comes_back_with_every_step(tmp_path: Path, caplog:
 def test_a_damaged_one_is_named_and_the_one_before_it_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints, learner = saved(tmp_path, 2, 3), FileLearner()
     damage(tmp_path, 3)
-    assert checkpoints.restore(learner) == Restored(steps=HISTORY[:2])
+    assert checkpoints.restore(learner) == (HISTORY[:2], None)
     assert learner.loaded == named(3, 2)
     assert caplog.messages[0] == "train_grpo: step-000003 is damaged; trying the one before it"
     damage(tmp_path, 2)  # and a run does not start anew over damaged ones
@@ -179,7 +179,7 @@ def test_a_last_checkpoint_that_cannot_be_written_is_an_error_but_for_the_runs_o
 def test_the_newest_two_are_kept_and_rollouts_come_back_with_their_checkpoint(tmp_path: Path, waits: bool) -> None:
     checkpoints = saved(tmp_path, 1, 2, 3, waits=waits)
     assert names(tmp_path) == named(2, 3, waits=waits)
-    assert checkpoints.restore(FileLearner()) == Restored(steps=HISTORY[:3], pending=b"rollouts 3" if waits else None)
+    assert checkpoints.restore(FileLearner()) == (HISTORY[:3], b"rollouts 3" if waits else None)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_checkpoint_whose_rollouts_are_damaged_is_passed_over_and_does_not_cou
 ) -> None:
     checkpoints = saved(tmp_path, 2, 3, waits=True)
     spoil(tmp_path / "step-000003.pending")
-    assert checkpoints.restore(FileLearner()) == Restored(steps=HISTORY[:2], pending=b"rollouts 2")
+    assert checkpoints.restore(FileLearner()) == (HISTORY[:2], b"rollouts 2")
     assert message in caplog.messages[0]
     save(saved(tmp_path, keep=1), 4, learner=FileLearner(is_slow=True))
     assert {*named(2, waits=True), *named(3)} <= set(names(tmp_path))
@@ -217,7 +217,7 @@ def test_damage_that_only_a_resume_could_see_is_remembered_until_the_checkpoint_
     checkpoints = saved(tmp_path, 1, 2, 3)
     (tmp_path / "step-000003" / "bits").touch()
     checkpoints = replace(checkpoints, keep=1)
-    assert len(checkpoints.restore(FileLearner()).steps) == 2
+    assert len(checkpoints.restore(FileLearner())[0]) == 2
     learner = FileLearner(is_slow=True)
     save(checkpoints, 4, learner=learner)
     assert names(tmp_path) == named(2, 3)
@@ -238,19 +238,12 @@ def test_what_is_only_called_like_a_checkpoint_stops_nothing_stays_and_is_named_
         each.mkdir()
     (directory / "notes.txt").write_text("not ours")
     save(checkpoints, 3, 4)
-    assert len(checkpoints.restore(FileLearner()).steps) == 4
+    assert len(checkpoints.restore(FileLearner())[0]) == 4
     strays = {note, directory, backup}
     assert set(names(tmp_path)) == {*named(3, 4), *(path.name for path in strays)}
     assert sorted(message for message in caplog.messages if "is no checkpoint" in message) == sorted(
         f"train_grpo: {path} is no checkpoint, and is left alone" for path in strays
     )
-
-
-def test_strays_alone_are_no_run_to_go_on_with(tmp_path: Path) -> None:
-    (tmp_path / "step-000004").touch()
-    (tmp_path / "step-000005").mkdir()
-    (tmp_path / "step-000006").symlink_to(tmp_path / "nowhere")
-    assert saved(tmp_path).restore(FileLearner()) == Restored(steps=[])
 
 
 def test_beyond_a_million_steps_checkpoints_are_still_found_in_their_order(tmp_path: Path) -> None:

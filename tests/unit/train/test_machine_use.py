@@ -76,7 +76,11 @@ def machine(tmp_path: Path, cores: Mapping[int, str], processes: Mapping[int, st
 
 
 def counters(tmp_path: Path, *args: Any, at_s: float = 0.0, **changes: Any) -> Counters:
-    return replace(read_counters(machine(tmp_path, *args, **changes), tmp_path / "cpus"), at_s=at_s)
+    return replace(read_counters(machine(tmp_path, *args, **changes)), at_s=at_s)
+
+
+def use(tmp_path: Path, before: Counters, after: Counters, nvml: Any = None) -> MachineUse:
+    return use_between(before, after, proc=tmp_path / "proc", cpus=tmp_path / "cpus", nvml=nvml)
 
 
 def test_other_processes_are_what_keeps_the_cores_busy_beside_the_processes_of_the_run(tmp_path: Path) -> None:
@@ -85,7 +89,7 @@ def test_other_processes_are_what_keeps_the_cores_busy_beside_the_processes_of_t
     before = counters(tmp_path, {CORE: "100 0 50 800 20 0 0 0 30 0"}, tree)
     tree = {HERE: process(1, 60, 20), 60: process(HERE, 10, 10), 61: process(60, 11, 10), 70: process(1, 33, 3)}
     after = counters(tmp_path, {CORE: "150 10 70 880 40 6 4 10 70 0"}, tree, waited_us=500_000, at_s=2.0)
-    assert use_between(before, after) == MachineUse(
+    assert use(tmp_path, before, after) == MachineUse(
         load=1.5, other_cpu_fraction=0.15, steal_fraction=0.05, memory_pressure_fraction=0.25, cpu_mhz=2500.5
     )
 
@@ -94,7 +98,7 @@ def used(tmp_path: Path, before: Mapping[int, str], after: Mapping[int, str]) ->
     """The share of others where the cores were busy for 100 ticks of 200."""
     then = counters(tmp_path, {CORE: "0 0 0 0 0 0 0 0 0 0"}, before)
     now = counters(tmp_path, {CORE: "100 0 0 100 0 0 0 0 0 0"}, after, at_s=2.0)
-    return use_between(then, now).other_cpu_fraction
+    return use(tmp_path, then, now).other_cpu_fraction
 
 
 OWN, OURS = {HERE: process(1)}, {50: process(HERE, name="raylet")}
@@ -139,7 +143,7 @@ def test_forked_workers_are_the_runs_own(tmp_path: Path, monkeypatch: pytest.Mon
 def test_cores_that_the_run_may_not_use_are_not_counted(tmp_path: Path) -> None:
     before = counters(tmp_path, {CORE: "0 0 0 0 0 0 0 0", CORE + 1: "0 0 0 0 0 0 0 0"}, OWN)
     after = counters(tmp_path, {CORE: "10 0 0 90 0 0 0 0", CORE + 1: "999 0 0 0 0 0 0 0"}, OWN, at_s=1.0)
-    assert use_between(before, after).other_cpu_fraction == 0.1
+    assert use(tmp_path, before, after).other_cpu_fraction == 0.1
 
 
 @pytest.fixture(autouse=True)
@@ -152,41 +156,41 @@ def test_the_driver_of_a_cores_clock_is_asked_first(tmp_path: Path) -> None:
     scaling = tmp_path / "cpus" / f"cpu{CORE}" / "cpufreq"
     scaling.mkdir(parents=True)
     (scaling / "scaling_cur_freq").write_text("1200500\n")
-    assert counters(tmp_path, {}, {}).cpu_mhz == 1200.5
+    nothing = counters(tmp_path, {}, {})
+    assert use(tmp_path, nothing, nothing).cpu_mhz == 1200.5
 
 
 def test_what_cannot_be_read_is_none_and_stops_nothing(tmp_path: Path) -> None:
-    nothing = read_counters(tmp_path, tmp_path)
-    assert use_between(nothing, nothing) == NOTHING
-    (tmp_path / "stat").write_text("cpu0 what\n")
-    (tmp_path / "loadavg").write_text("")
-    (tmp_path / str(HERE)).mkdir()
-    (tmp_path / str(HERE) / "stat").write_text("1 (py")
-    (tmp_path / "pressure").mkdir()
-    (tmp_path / "pressure" / "memory").write_text("total\n")
-    broken = read_counters(tmp_path, tmp_path)
-    assert use_between(broken, broken) == NOTHING
+    proc = tmp_path / "proc"
+    nothing = read_counters(proc)
+    assert use(tmp_path, nothing, nothing) == NOTHING
+    broken = {"stat": "cpu0 what\n", "loadavg": "", f"{HERE}/stat": "1 (py", "pressure/memory": "total\n"}
+    for name, text in broken.items():
+        (proc / name).parent.mkdir(parents=True, exist_ok=True)
+        (proc / name).write_text(text)
+    unread = read_counters(proc)
+    assert use(tmp_path, unread, unread) == NOTHING
 
 
 def test_a_container_that_hides_its_processes_shows_the_steal_alone(tmp_path: Path) -> None:
     before = counters(tmp_path, {CORE: "0 0 0 0 0 0 0 0"}, {})
-    use = use_between(before, counters(tmp_path, {CORE: "10 0 0 80 0 0 0 10"}, {}, at_s=1.0))
-    assert (use.other_cpu_fraction, use.steal_fraction) == (None, 0.1)
+    found = use(tmp_path, before, counters(tmp_path, {CORE: "10 0 0 80 0 0 0 10"}, {}, at_s=1.0))
+    assert (found.other_cpu_fraction, found.steal_fraction) == (None, 0.1)
 
 
 def test_gpus_that_work_tell_their_clock_and_what_holds_it_down(tmp_path: Path) -> None:
     """An idle GPU's low clock says nothing; a clock that its own settings ask for (0x2) is no throttling."""
     nvml = fake_nvml((0x44, 1200), (0x1, 345), (0x2, 1800))
-    seen = read_counters(tmp_path, tmp_path, nvml)
-    use = use_between(seen, seen)
-    assert (use.sm_clock_mhz, use.throttle_reasons) == (1500.0, ("power cap", "hardware thermal slowdown"))
+    nothing = read_counters(tmp_path)
+    found = use(tmp_path, nothing, nothing, nvml)
+    assert (found.sm_clock_mhz, found.throttle_reasons) == (1500.0, ("power cap", "hardware thermal slowdown"))
     assert nvml.asked == [(0, nvml.NVML_CLOCK_SM), (2, nvml.NVML_CLOCK_SM)]
 
 
 @pytest.mark.parametrize("nvml", [fake_nvml((0x1, 345)), fake_nvml((0x0, 1200), has_clocks=False), fake_nvml()])
 def test_gpus_that_are_idle_or_refuse_to_tell_are_not_recorded(nvml: Any, tmp_path: Path) -> None:
-    seen = read_counters(tmp_path, tmp_path, nvml)
-    assert (seen.sm_clock_mhz, seen.throttle_reasons) == (None, ())
+    nothing = read_counters(tmp_path)
+    assert use(tmp_path, nothing, nothing, nvml) == NOTHING
 
 
 def test_this_machine_counts_the_work_of_a_child_as_the_runs_own() -> None:

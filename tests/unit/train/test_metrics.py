@@ -9,12 +9,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from slipstream.engine.protocol import GenerationResult
-from slipstream.grpo.config import LossConfig, RecomputeLogprobs
-from slipstream.grpo.update import Trained
 from slipstream.records.steps import (
     AutopilotStep,
     DraftUpdate,
@@ -22,19 +18,15 @@ from slipstream.records.steps import (
     EvaluationRecord,
     LagStats,
     MachineUse,
-    Mismatch,
     Overlap,
-    StepRecord,
 )
-from slipstream.rewards.reward import RewardResult
 from slipstream.tracking.config import check_metrics
-from slipstream.train.loop import Learned, Trainer
 from slipstream.train.machine_use import Counters
-from slipstream.train.metrics import Activity, StageClock, Stopwatch, common_s, metrics_of, step_line, total_s
-from slipstream.types import Prompt, Rollout, RolloutGroup, StageTimes, TrainBatch
+from slipstream.train.metrics import Activity, StageClock, Stopwatch, common, metrics_of, step_line, total_s
+from slipstream.types import StageTimes
 from tests.unit.refusals import rows
-from tests.unit.sampled import DECISION, accepted, overlapping, rollout
-from tests.unit.train.world import CONFIG, NO_TIMES, STEP, BareLearner, scored
+from tests.unit.sampled import DECISION, accepted, overlapping
+from tests.unit.train.world import NO_TIMES, STEP, scored
 
 ACCEPTANCE = accepted(10, 8, 4)
 SAMPLED = DynamicSampling(
@@ -198,83 +190,6 @@ def test_a_step_in_words() -> None:
     assert [step_line(replace(STEP, **changes), 24) for changes, _ in said] == [words for _, words in said]
 
 
-def recorded(
-    result: GenerationResult,
-    rewards: RewardResult,
-    draft: DraftUpdate | None = None,
-    recompute: RecomputeLogprobs = RecomputeLogprobs.AUTO,
-) -> StepRecord:
-    """The record of step 6, in which engine and learner agree on every logprob."""
-    rows = [rollout.rollout_logprobs for group in result.groups for rollout in group.rollouts]
-    batch = TrainBatch(
-        token_ids=[], prompt_lengths=[], rollout_logprobs=rows, advantages=[], policy_version=STEP.policy_version
-    )
-    learned = Learned(
-        result=result,
-        rewards=rewards,
-        groups=result.groups,
-        batch=batch,
-        trained=Trained(stats=STEP.train, own_logprobs=None, draft=draft),
-        before=[np.asarray(row, dtype=np.float32) for row in rows],
-        decision=None,
-    )
-    config = replace(CONFIG, loss=LossConfig(), recompute_logprobs=recompute)
-    trainer = Trainer(learner=BareLearner(), config=config, temperature=1.0, max_response_tokens=4)
-    return trainer.record(6, STEP.times, STEP.refit, learned)
-
-
-def group(name: str, *rollouts: Rollout) -> RolloutGroup:
-    return RolloutGroup(prompt=Prompt(id=name, text="", token_ids=(1,), answer="7"), rollouts=rollouts)
-
-
-def test_a_record_counts_over_all_groups_and_shows_what_the_autopilot_did() -> None:
-    """Two groups of two rollouts of 1 to 4 tokens; the second group has one reward alone, so no signal."""
-    groups = tuple(
-        group(name, *(rollout((7,) * num, prompt_id=name, is_cut=num == 4, policy_version=10) for num in lengths))
-        for name, lengths in {"0": (3, 4), "1": (2, 1)}.items()
-    )
-    record = recorded(
-        GenerationResult(groups=groups, acceptance=None, generation_s=4.0, autopilot=PROBE),
-        RewardResult(rewards=(1.0, 0.5, 0.25, 0.25), num_timeouts=0, num_crashes=0),
-        recompute=RecomputeLogprobs.ALWAYS,
-    )
-    assert (record.num_rollouts, record.num_response_tokens, record.longest_response_tokens) == (4, 10, 4)
-    assert (record.num_truncated, record.num_zero_signal_groups, record.reward_mean) == (1, 1, 0.5)
-    assert (record.autopilot, record.has_logprob_pass) == (PROBE, True)
-    assert record.rewards_by_prompt == (0.75, 0.25)
-
-
-def test_one_rollout_is_enough_for_a_record() -> None:
-    record = recorded(
-        GenerationResult(
-            groups=(group("0", rollout((7, 2, 2), is_cut=True, policy_version=10, draft_version=4)),),
-            acceptance=ACCEPTANCE,
-            generation_s=4.0,
-            num_engine_restarts=12,
-            engine_idle_fraction=0.25,
-            num_preemptions=14,
-        ),
-        RewardResult(rewards=(0.5,), num_timeouts=5, num_crashes=6, num_failures=8, metrics={"length": 2.5}),
-        draft=UPDATE,
-    )
-    assert record == replace(
-        STEP,
-        mismatch=Mismatch(k1=0.0, k3=0.0, mean=0.0, largest=0.0, outside_fraction=0.0),
-        reward_mean=0.5,
-        rewards_by_prompt=(0.5,),
-        num_rollouts=1,
-        num_response_tokens=3,
-        num_truncated=1,
-        num_zero_signal_groups=1,
-        longest_response_tokens=3,
-        acceptance=ACCEPTANCE,
-        draft_version=4,
-        has_logprob_pass=False,
-        draft_update=UPDATE,
-        num_filtered=0,
-    )
-
-
 class Clock:
     """Starts at 0 s and stands still."""
 
@@ -304,7 +219,7 @@ def test_a_clock_reads_the_machine_before_and_after_its_step_and_outside_its_tim
         readings.append(now.now)
         busy = 30 * len(readings)
         cores = (busy, 0, 0, 100 * len(readings) - busy, 0, 0, 0, 0)
-        return Counters(at_s=now.now, cores=cores, own_ticks={}, pressure_us=None, load=None, cpu_mhz=None)
+        return Counters(at_s=now.now, cores=cores, own_ticks={}, pressure_us=None)
 
     clock = StageClock(now_s=now, read_counters=read)
     now.now += 2.0
@@ -487,5 +402,5 @@ def test_work_is_cut_at_the_ends_of_a_step_and_counted_in_both(now: Clock) -> No
 def test_what_two_did_at_the_same_time_is_counted_once() -> None:
     ours, theirs = [(0.0, 2.0), (3.0, 6.0)], [(1.0, 4.0), (5.0, 9.0)]
     assert (total_s(ours), total_s(theirs)) == (5.0, 7.0)
-    assert common_s(ours, theirs) == 3.0  # 1-2, 3-4 and 5-6
-    assert common_s(ours, []) == 0.0
+    assert common(ours, theirs) == [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)]
+    assert common(ours, []) == []

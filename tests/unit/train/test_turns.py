@@ -98,10 +98,3 @@ def test_a_stop_wakes_whoever_waits_and_afterwards_nobody_waits_for_ever(waits_s
         stop.join()
     with pytest.raises(Stopped, match=r"^b waits for a turn that will not come$"):
         turns.wait("b", 0)
-
-
-def test_one_that_left_before_it_asked_for_a_turn_is_not_waited_for() -> None:
-    turns = Turns(["a", "b"])
-    turns.leave("a")
-    turns.wait("b", 0)
-    turns.wait("b", 1)

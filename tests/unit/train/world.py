@@ -29,7 +29,7 @@ from slipstream.refit.gate import Export
 from slipstream.rewards.reward import RewardResult
 from slipstream.train.asynchronous import AsyncLoop
 from slipstream.train.batch import Pending, Scored, Submitted, Versions
-from slipstream.train.checkpoints import Checkpoints, Restored
+from slipstream.train.checkpoints import Checkpoints
 from slipstream.train.loop import Draft, Learner, SyncLoop, Trainer
 from slipstream.train.queues import ThreadGroup
 from slipstream.types import Arm, LoopMode, Prompt, Rollout, RolloutGroup, StageTimes, VersionSpan
@@ -254,7 +254,16 @@ def _asynchronous(
     threads: ThreadGroup | None = None,
 ) -> list[StepRecord]:
     """Train, from the last checkpoint of `directory` if that is given; one is written there after each step."""
-    history, pending, step_done = _restored(world, directory, on_step)
+    checkpoints = None if directory is None else Checkpoints(directory=directory, recipe="a recipe")
+    history, saved = ([], None) if checkpoints is None else checkpoints.restore(world)
+
+    def step_done(record: StepRecord, waiting: Pending | None = None) -> None:
+        history.append(record)
+        assert checkpoints is not None or waiting is None, "nobody keeps what was generated and not trained on"
+        if checkpoints is not None and waiting is not None:
+            checkpoints.save(world, history, waiting.to_bytes())
+        on_step(record)
+
     config = replace(CONFIG, checkpoint_every_steps=NUM_STEPS + 1 if directory is None else 1)
     engines: Any = world
     AsyncLoop(
@@ -267,29 +276,10 @@ def _asynchronous(
         loop=loop,
         on_step=step_done,
         threads=threads or ThreadGroup(),
-        pending=pending,
+        pending=Pending() if saved is None else Pending.from_bytes(saved),
         submitted=None if directory is None else Submitted(directory / "submitted"),
     ).run(start_step=len(history))
     return history
-
-
-def _restored(
-    world: World, directory: Path | None, on_step: Callable[[StepRecord], None]
-) -> tuple[list[StepRecord], Pending, Any]:
-    """The last checkpoint of `directory`, and what writes one after each step."""
-    checkpoints = None if directory is None else Checkpoints(directory=directory, recipe="a recipe")
-    restored = Restored(steps=[]) if checkpoints is None else checkpoints.restore(world)
-    history = restored.steps
-    pending = Pending() if restored.pending is None else Pending.from_bytes(restored.pending)
-
-    def step_done(record: StepRecord, waiting: Pending | None = None) -> None:
-        history.append(record)
-        assert checkpoints is not None or waiting is None, "nobody keeps what was generated and not trained on"
-        if checkpoints is not None and waiting is not None:
-            checkpoints.save(world, history, waiting.to_bytes())
-        on_step(record)
-
-    return history, pending, step_done
 
 
 @dataclass
