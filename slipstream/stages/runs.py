@@ -9,7 +9,6 @@ import fcntl
 import os
 import platform
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +29,7 @@ from slipstream.report.results import certificate_metrics, description, result_m
 from slipstream.stages.context import RunContext, recorded_recipe
 from slipstream.tracking.config import EXECUTION, KIND_TAG, PART
 from slipstream.tracking.mlflow_store import TrackingError, open_store
-from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, open_executions, spent
+from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, now_ms, open_executions, spent
 from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm, Dtype
 
@@ -238,8 +237,8 @@ def end_reported_execution(
 ) -> None:
     """End the run of an execution with its results, drift, report and figures."""
     tracker = execution_run(context, recipe)
-    cost = spent(Path(context.root), context.execution, now_ms=time.time_ns() // 1_000_000)
-    tracker.log(result_metrics(record, hours=cost.hours, gpu_hours=cost.gpu_hours))
+    hours, gpu_hours = spent(Path(context.root), context.execution, now_ms=now_ms())
+    tracker.log(result_metrics(record, hours=hours, gpu_hours=gpu_hours))
     arm = next((arm for arm in record.arms if arm.arm is Arm.SPECULATIVE), None)
     length = arm and DraftLength(num_speculative_tokens=arm.num_speculative_tokens, schedule=arm.schedule)
     k = "0" if length is None else length.label
