@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import slipstream
 from slipstream import supervisor
@@ -32,9 +32,6 @@ from slipstream.tracking.mlflow_store import TrackingError, open_store
 from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, now_ms, open_executions, spent
 from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm, Dtype
-
-if TYPE_CHECKING:
-    from slipstream.report.page import ReportPaths
 
 COMMIT_VARIABLE = "SLIPSTREAM_GIT_COMMIT"
 """Environment variable that is set when an image is built, because an image holds no repository."""
@@ -233,9 +230,9 @@ def end_execution(context: RunContext, recipe: Recipe, certificate: CertificateR
 
 
 def end_reported_execution(
-    context: RunContext, recipe: Recipe, record: RunRecord, report: ReportPaths, drift: DriftRecord
+    context: RunContext, recipe: Recipe, record: RunRecord, directory: Path, drift: DriftRecord
 ) -> None:
-    """End the run of an execution with its results, drift, report and figures."""
+    """End the run of an execution with its results, its drift, and the report and figures in `directory`."""
     tracker = execution_run(context, recipe)
     hours, gpu_hours = spent(Path(context.root), context.execution, now_ms=now_ms())
     tracker.log(result_metrics(record, hours=hours, gpu_hours=gpu_hours))
@@ -255,9 +252,9 @@ def end_reported_execution(
     )
     tracker.log(drift_metrics(drift))
     tracker.set_tags(drift_tags(drift))
-    for path in (report.html, report.json, report.html.with_name("run.json")):
-        tracker.log_artifact(path)
-    for path in report.figures:
+    for name in ("report.html", "report.json", "run.json"):
+        tracker.log_artifact(directory / name)
+    for path in sorted((directory / "figures").glob("*.svg")):
         tracker.log_artifact(path, folder="figures")
     tracker.close(_status(record.certificate))
 
