@@ -27,7 +27,7 @@ from slipstream.study import study_command
 from slipstream.tracking.config import TrackingConfig, store_uri
 from slipstream.tracking.mlflow_store import TrackingError, open_store, read_executions, view_addresses
 from slipstream.tracking.replay import replay
-from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions, spool_directory
+from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions
 from slipstream.types import FinishReason, Prompt, Workload
 from slipstream.workers.placement.memory import memory_text
 from slipstream.workers.placement.plan import make_plan, parse_cluster, plan_text, table
@@ -359,7 +359,7 @@ def _replay(options: argparse.Namespace) -> int:
     root = Path(options.run_root)
     uri = store_uri(TrackingConfig(uri=options.uri), root)
     try:
-        result = replay(spool_directory(root), uri)
+        result = replay(root, uri)
     except TrackingError as error:
         raise TrackingError(f"nothing more was sent: {error}") from error
     left_out = f"; {result.num_broken_lines} line(s) that a crash truncated are lost" if result.num_broken_lines else ""

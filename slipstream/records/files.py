@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,13 +14,10 @@ from slipstream.config import ConfigError, from_mapping
 
 R = TypeVar("R")
 
-_READABLE = 0o644
-
 
 def write_record(record: Any, path: Path) -> Path:
     """Write `record` as JSON, atomically: readers see the old file or the new one, never a part."""
-    assert is_dataclass(record)
-    write_atomic(path, json.dumps(asdict(record), indent=1, allow_nan=False).encode())  # type: ignore[arg-type]
+    write_atomic(path, json.dumps(asdict(record), indent=1, allow_nan=False).encode())
     return path
 
 
@@ -72,7 +69,7 @@ def write_atomic(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(_READABLE)  # mkstemp's files are private; others look at a report too
+        Path(temporary).chmod(0o644)  # mkstemp's files are private; others look at a report too
         Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

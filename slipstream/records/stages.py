@@ -65,8 +65,7 @@ class SamplingPoint:
 class TuningRecord:
     """Measurements of tuning and its choice; `chosen_k` 0 means that no k pays throughout.
 
-    `schedule` gives the k that was fastest at every running batch, or `chosen_k` throughout if a schedule gains
-    nothing.
+    `schedule` gives the k that was fastest at every running batch, or `chosen_k` throughout if it gains nothing.
     """
 
     chosen_k: int

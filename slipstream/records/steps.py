@@ -19,9 +19,8 @@ class AcceptanceStats:
     """Acceptance over some span of generation, from counter deltas (never from cumulative counters).
 
     `num_accepted_tokens` leaves the bonus token out; `mean_acceptance_length` = 1 + accepted / drafts counts it.
-    `accepted_by_position[i]` is the number of times that the draft's token i (from 0) was accepted.
-    `rate_by_position[i]`
-    is this number over the drafts that had a token i: where drafts differ in length, fewer have the later ones.
+    `accepted_by_position[i]` is the number of times that the draft's token i (from 0) was accepted, and
+    `rate_by_position[i]` this number over the drafts that had a token i.
     """
 
     num_drafts: int
@@ -146,7 +145,7 @@ class EvaluationRecord:
     k: int
     avg_at_k: float  # expected pass@1
     maj_at_k: float
-    ci95: tuple[float, ...]  # (low, high) of avg_at_k, Wilson's over problems
+    ci95: tuple[float, float]  # of avg_at_k, Wilson's over problems
     truncated_fraction: float
     num_timeouts: int
     prompt_hash: str

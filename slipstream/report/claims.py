@@ -13,12 +13,8 @@ from enum import StrEnum
 from slipstream.report.formats import estimate_of, interval, percent, speedup
 from slipstream.statistics import Estimate
 
-CONTROL_WARNS = (0.95, 1.05)
-"""Range of the control outside of which a verdict carries a warning."""
-CONTROL_HOLDS = (0.9, 1.1)
-"""Range of the control outside of which there is no verdict."""
-UNPAIRED = "Unpaired: the arms ran one after the other."
-NO_CONTROL = "No control: training overlaps generation."
+_CONTROL_WARNS = (0.95, 1.05)  # outside of it a verdict carries a warning
+_CONTROL_HOLDS = (0.9, 1.1)  # outside of it there is no verdict
 
 
 class ClaimKind(StrEnum):
@@ -56,15 +52,24 @@ def claim(ratio: Estimate, control: Estimate | None, *, paired: bool, overlaps: 
         paired: True if the arms alternated step by step.
         overlaps: training overlaps generation, so there is no control and `control` is ignored.
     """
-    warnings = [] if paired else [UNPAIRED]
+    missing = []  # reasons why there is no verdict, each with what to do
+    warnings = [] if paired else ["Unpaired: the arms ran one after the other."]
     if overlaps:
         control = None
-        warnings.append(NO_CONTROL)
-    if missing := _missing(ratio, control, overlaps=overlaps):
+        warnings.append("No control: training overlaps generation.")
+    elif control is None:
+        missing.append("There is no control that shows if the machine was as fast for both arms: run again.")
+    elif not _within(control.value, _CONTROL_HOLDS):
+        missing.append(
+            f"The control, the same work in both arms, was {_with_interval(control)}, outside {_band(_CONTROL_HOLDS)}: "
+            "run again on a quiet machine, with the arms in turn."
+        )
+    if ratio.ci95 is None:
+        missing.append("Too few timed steps for an interval: run more steps.")
+    if missing or ratio.ci95 is None:
         return Claim(kind=ClaimKind.NOT_MEASURED, finding="not measured", notes=(*missing, *warnings))
-    assert ratio.ci95 is not None
-    if control is not None and not _within(control.value, CONTROL_WARNS):
-        warnings.append(f"Control {_with_interval(control)} lies outside {_band(CONTROL_WARNS)}.")
+    if control is not None and not _within(control.value, _CONTROL_WARNS):
+        warnings.append(f"Control {_with_interval(control)} lies outside {_band(_CONTROL_WARNS)}.")
     low, high = ratio.ci95
     kind = ClaimKind.FASTER if low > 1 else ClaimKind.SLOWER if high < 1 else ClaimKind.NO_DIFFERENCE
     seen = f"; a difference of {percent((high - low) / 2)} or more would have been seen"
@@ -89,21 +94,6 @@ def recorded(metrics: Mapping[str, float], name: str) -> Claim | None:
         return None
     control, paired = estimate_of(metrics, "control_ratio"), metrics.get("result/paired") == 1
     return claim(ratio, control, paired=paired, overlaps=name.startswith("asynchronous"))
-
-
-def _missing(ratio: Estimate, control: Estimate | None, *, overlaps: bool) -> list[str]:
-    """Reasons why there is no verdict, each with what to do."""
-    reasons = []
-    if control is None and not overlaps:
-        reasons.append("There is no control that shows if the machine was as fast for both arms: run again.")
-    if control is not None and not _within(control.value, CONTROL_HOLDS):
-        reasons.append(
-            f"The control, the same work in both arms, was {_with_interval(control)}, outside {_band(CONTROL_HOLDS)}: "
-            "run again on a quiet machine, with the arms in turn."
-        )
-    if ratio.ci95 is None:
-        reasons.append("Too few timed steps for an interval: run more steps.")
-    return reasons
 
 
 def _within(value: float, band: tuple[float, float]) -> bool:

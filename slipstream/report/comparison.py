@@ -31,7 +31,6 @@ _RESULTS = {
 }
 """Metrics by short column heading: the labels of `KINDS` are too long for this table."""
 HEADINGS = ("execution", "started", "status", *_RESULTS)
-_WITH_INTERVAL = ("x", "reward difference")  # units
 _MAX_COLUMNS = 6  # executions whose parameters fit side by side in a terminal; the page has no limit
 _TELLING_TAGS = ("git.commit", "image", "node", "gpu")
 
@@ -50,16 +49,15 @@ def comparison_table(executions: Sequence[Execution]) -> str:
 
 
 def render_comparison(executions: Sequence[Execution], *, uri: str) -> str:
-    """Render the page of `slipstream compare`.
-
-    Args:
-        uri: address of the tracking store that the executions were read from.
-    """
-    shown = [
-        {"name": run.name, "answer": answer(run), "cells": cells(run), "url": _link(run.tags)} for run in executions
-    ]
+    """Render the page of `slipstream compare` on executions of the tracking store `uri`."""
     return render(
-        "comparison.html.jinja", executions=shown, headings=HEADINGS, differences=differences(executions), uri=uri
+        "comparison.html.jinja",
+        executions=executions,
+        answer=answer,
+        cells=cells,
+        headings=HEADINGS,
+        differences=differences(executions),
+        uri=uri,
     )
 
 
@@ -83,12 +81,6 @@ def differences(executions: Sequence[Execution]) -> dict[str, list[str]]:
     return {name: values for name, values in columns.items() if len(set(values)) > 1}
 
 
-def _link(tags: dict[str, str]) -> str:
-    """Address of the execution in Flyte; empty where the tag is not a web address."""
-    url = tags.get("flyte.execution_url", "")
-    return url if url.startswith(("http://", "https://")) else ""
-
-
 def _cell(execution: Execution, name: str) -> str:
     """Format a result; ratios and differences include their intervals."""
     estimate = estimate_of(execution.metrics, name)
@@ -97,4 +89,4 @@ def _cell(execution: Execution, name: str) -> str:
     if name == "lossless":
         return "yes" if estimate.value == 1 else "NO"
     unit = KINDS[name].unit
-    return with_interval(estimate, unit) if unit in _WITH_INTERVAL else UNITS[unit].format(estimate.value)
+    return with_interval(estimate, unit) if unit in ("x", "reward difference") else UNITS[unit].format(estimate.value)

@@ -35,11 +35,7 @@ def setting_tags(record: RunRecord) -> dict[str, str]:
 
 
 def find_drift(subject: Execution, executions: Iterable[Execution], config: DriftConfig) -> DriftRecord:
-    """Judge the subject's results against the latest comparable executions.
-
-    Args:
-        executions: newest first; the subject itself may be among them and is skipped.
-    """
+    """Judge the subject's results against the latest comparable ones of the `executions`, which are newest first."""
     earlier = comparable(subject, executions, config)
     own = {name: value for name in KINDS if (value := subject.metrics.get(f"result/{name}")) is not None}
     known = {name: _values(earlier, name) for name in own if KINDS[name].judged}
@@ -76,17 +72,11 @@ def prediction_interval(values_N: Sequence[float], *, level: float) -> tuple[flo
     """Interval that holds one further value with probability `level`, if all values share one normal distribution.
 
     mean +- t s sqrt(1 + 1/N), with s the standard deviation over N - 1 and t the quantile of Student's distribution
-    with N - 1 degrees of freedom. Few values give a wide interval.
+    with N - 1 degrees of freedom. Few values give a wide interval; there must be two.
 
-    Raises:
-        ValueError: fewer than two values, or a level outside (0, 1).
     Source:
         Hahn and Meeker, Statistical Intervals (1991), chapter 4: prediction interval for one future observation.
     """
-    if len(values_N) < 2:
-        raise ValueError(f"values must hold at least two observations, got {len(values_N)}")
-    if not 0.0 < level < 1.0:
-        raise ValueError(f"level must lie between 0 and 1, got {level}")
     values = np.asarray(values_N, dtype=np.float64)
     quantile = special.stdtrit(len(values) - 1, (1 + level) / 2)
     half = quantile * float(values.std(ddof=1)) * math.sqrt(1 + 1 / len(values))
@@ -112,19 +102,18 @@ def drift_tags(drift: DriftRecord) -> dict[str, str]:
 
 
 def _is_comparable(subject: Execution, execution: Execution) -> bool:
-    """Compare every parameter that both have; one that only one has was added or removed between their commits."""
-    shared = subject.params.keys() & execution.params.keys()
+    """Compare every parameter that both have, but for seeds and operational fields.
+
+    A parameter that only one has was added or removed between their commits.
+    """
+    free = ("seed", *OPERATION)
+    shared = {name for name in subject.params.keys() & execution.params.keys() if name.rpartition(".")[2] not in free}
     return (
         execution.name != subject.name
         and execution.metrics.get("result/lossless") == 1
         and all(execution.tags.get(tag) == subject.tags.get(tag) for tag in ("workload", _HARDWARE, _DTYPE))
-        and all(subject.params[name] == execution.params[name] for name in shared if not _is_free(name))
+        and all(subject.params[name] == execution.params[name] for name in shared)
     )
-
-
-def _is_free(parameter: str) -> bool:
-    """Return True for a seed, and for an operational field: both may differ between comparable executions."""
-    return parameter.rpartition(".")[2] in ("seed", *OPERATION)
 
 
 def _seeds(params: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -162,8 +151,8 @@ def _summary(findings: Sequence[DriftFinding], num_earlier: int) -> str:
     unmeasured = ", ".join(KINDS[finding.name].label for finding in findings if finding.verdict == NOT_MEASURED)
     left_out = f" Not measured: {unmeasured}." if unmeasured else ""
     if not judged:
-        few = f"Fewer than {MIN_EXECUTIONS} say nothing."
-        return f"Comparable executions before this one: {num_earlier}. {few}{left_out}"
+        before = f"Comparable executions before this one: {num_earlier}."
+        return f"{before} Fewer than {MIN_EXECUTIONS} say nothing.{left_out}"
     outside = [
         f"{KINDS[finding.name].label} {finding.value:.4g} lies {finding.verdict} {low:.4g} to {high:.4g}"
         for finding, (low, high) in judged

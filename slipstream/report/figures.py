@@ -41,10 +41,8 @@ HIGHLIGHT = "#e69f00"
 INK = "#30343b"
 WIDTH_IN = 10.2
 _STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("figures.mplstyle"), use_default_template=False)
-_UNIFORMS_IN_A_ROW = 5
-_LANE, _ARM_PITCH = 0.38, 1.0  # heights of a lane and of an arm in `step_lanes`
+_LANE = 0.38  # height of a lane in `step_lanes`, of an arm's 1
 _WAITING = "#f2f3f5"
-_LEARNING = ("logprob", "train")
 
 
 def draw_svg(columns: int, height: float, draw: Callable[..., None], *, rows: int = 1, width: float = WIDTH_IN) -> str:
@@ -85,26 +83,27 @@ def _inline(svg: str) -> str:
 def stage_bars(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> str:
     """Draw the median seconds of each stage as one stacked bar an arm; the reference has an axis of its own."""
     measured = {arm.arm.value: {stage: arm.stages[stage].median for stage in STAGES} for arm in run.arms}
-    if workload is None:
-        return draw_svg(1, 1.8, lambda ax: _stacked(ax, "this run, measured", measured))
-    quoted = {arm.value: workload.times(arm).by_stage() for arm in Arm}
+    panels = {"this run, measured": measured}
+    if workload is not None:
+        panels[reference.label] = {arm.value: workload.times(arm).by_stage() for arm in Arm}
 
-    def draw(own: Axes, published: Axes) -> None:
-        _stacked(own, "this run, measured", measured)
-        _stacked(published, reference.label, quoted)
+    def draw(*axes: Axes) -> None:
+        for ax, (title, bars) in zip(axes, panels.items(), strict=True):
+            _stacked(ax, title, bars)
+            if ax is axes[0]:
+                legend_below(ax, len(STAGES))
 
-    return draw_svg(2, 1.8, draw)
+    return draw_svg(len(panels), 1.8, draw)
 
 
 def step_times(record: RunRecord) -> str:
     """Draw the seconds of generation and of the whole step over steps."""
 
     def draw(generation: Axes, whole: Axes) -> None:
-        _over_steps(generation, record, lambda step: step.times.generation_s)
-        _over_steps(whole, record, lambda step: step.times.step_s)
-        for ax, title in ((generation, "Generation, seconds"), (whole, "Whole step, seconds")):
-            ax.set_title(title)
-            _from_zero(ax)
+        _over_steps(generation, "Generation, seconds", record, lambda step: step.times.generation_s)
+        _over_steps(whole, "Whole step, seconds", record, lambda step: step.times.step_s)
+        _from_zero(generation)
+        _from_zero(whole)
         generation.legend(loc="lower right", ncols=2)
 
     return draw_svg(2, 2.5, draw)
@@ -128,16 +127,16 @@ def acceptance(record: RunRecord, run: RunSummary) -> str:
             bars.set_label("during RL")
             by_position.bar_label(bars, [percent(rate) for rate in measured], label_type="center", color="white")
         for ax in over_steps:
-            _over_steps(ax, record, lambda s: s.acceptance.mean_acceptance_length if s.acceptance else None)
-            ax.set(title=f"Mean acceptance length (at most {k + 1})", ylim=(1, k + 1.05))
+            title = f"Mean acceptance length (at most {k + 1})"
+            _over_steps(ax, title, record, lambda s: s.acceptance.mean_acceptance_length if s.acceptance else None)
+            ax.set_ylim(1, k + 1.05)
         shown = held_out[:k]
-        positions = range(1, len(shown) + 1)
         if len(shown):
-            label = "held out, before RL"
+            positions, label = range(1, len(shown) + 1), "held out, before RL"
             by_position.plot(positions, shown, "D", color=HIGHLIGHT, markeredgecolor="white", label=label)
         by_position.set(title="Accepted, by draft position", xlabel="draft position", ylim=(0, 1.08))
         by_position.set_xlim(0.4, k + 0.6)
-        by_position.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        _whole(by_position)
         by_position.legend(loc="upper right")
 
     return draw_svg(2, 2.5, draw) if measured else draw_svg(1, 2.5, draw, width=WIDTH_IN / 2)
@@ -163,8 +162,8 @@ def learning(record: RunRecord) -> str:
     """Draw reward and accuracy of both arms over steps."""
 
     def draw(rewards: Axes, accuracies: Axes) -> None:
-        _over_steps(rewards, record, lambda step: step.reward_mean, smooth=True)
-        rewards.set_title("Mean reward of a step (thin) and its moving average")
+        title = "Mean reward of a step (thin) and its moving average"
+        _over_steps(rewards, title, record, lambda step: step.reward_mean, smooth=True)
         _from_zero(rewards)
         rewards.legend(loc="lower right", ncols=2)
         _accuracies(accuracies, record)
@@ -176,10 +175,8 @@ def mismatch(record: RunRecord) -> str:
     """Draw the difference between the learner's and the engine's log-probabilities of the same tokens."""
 
     def draw(means: Axes, largest: Axes) -> None:
-        _over_steps(means, record, lambda step: step.mismatch.k1)
-        _over_steps(largest, record, lambda step: step.mismatch.largest)
-        means.set_title("Mismatch KL (mean of rollout - trainer logprob)")
-        largest.set_title("Largest difference of a token")
+        _over_steps(means, "Mismatch KL (mean of rollout - trainer logprob)", record, lambda step: step.mismatch.k1)
+        _over_steps(largest, "Largest difference of a token", record, lambda step: step.mismatch.largest)
         _from_zero(largest)
         means.legend(loc="best", ncols=2)
 
@@ -189,7 +186,7 @@ def mismatch(record: RunRecord) -> str:
 def uniforms(certificate: CertificateRecord) -> str:
     """Draw histograms of probability integral transforms by draft position; an exact engine gives flat ones."""
     histograms = certificate.pit_histograms
-    columns = min(len(histograms), _UNIFORMS_IN_A_ROW)
+    columns = min(len(histograms), 5)
     rows = -(-len(histograms) // columns)
 
     def draw(*axes: Axes) -> None:
@@ -229,13 +226,12 @@ def step_lanes(compared: LoopComparison) -> str:
     def draw(ax: Axes) -> None:
         longest = max(arm.step_s for arm in compared.arms)
         for row, arm in enumerate(compared.arms):
-            place = row * _ARM_PITCH
-            _lane(ax, place, _engine_parts(arm), longest)
-            _lane(ax, place + _LANE, _learner_parts(arm), longest)
+            _lane(ax, row, _engine_parts(arm), longest)
+            _lane(ax, row + _LANE, _learner_parts(arm), longest)
             text = f"{seconds(arm.step_s)} s"
-            ax.text(arm.step_s + 0.01 * longest, place + _LANE / 2, text, va="center", fontweight="bold")
+            ax.text(arm.step_s + 0.01 * longest, row + _LANE / 2, text, va="center", fontweight="bold")
         ax.set_yticks(
-            [row * _ARM_PITCH + lane for row in range(len(compared.arms)) for lane in (0.0, _LANE)],
+            [row + lane for row in range(len(compared.arms)) for lane in (0.0, _LANE)],
             [label for arm in compared.arms for label in (f"{POLICY_LABELS[arm.name]}: engines", "learner")],
         )
         ax.set(xlabel="seconds, mean step", xlim=(0, 1.1 * longest))
@@ -267,7 +263,7 @@ def loop_learning(record: RunRecord) -> str:
 
 def draft_training(record: RunRecord) -> str:
     """Draw acceptance length, the steps that trained the draft, and both sides of the decision over steps."""
-    decided = [(step, step.draft_decision) for step in decided_steps(record) if step.draft_decision is not None]
+    decided = decided_steps(record)
     places = [step.step for step, _ in decided]
     drafted = [
         (step.step, step.acceptance.mean_acceptance_length) for step, _ in decided if step.acceptance is not None
@@ -282,7 +278,7 @@ def draft_training(record: RunRecord) -> str:
         if trained:
             marked = "draft trained, recent length"
             lengths.plot(*zip(*trained, strict=True), "o", color=HIGHLIGHT, markersize=4, label=marked)
-        saved, lost = ([getattr(each, name) for _, each in decided] for name in ("saved_s", "lost_s"))
+        saved, lost = [each.saved_s for _, each in decided], [each.lost_s for _, each in decided]
         sides.plot(places, saved, color=ARM_COLOURS[Arm.SPECULATIVE], label="expected to save")
         sides.plot(places, lost, color=HIGHLIGHT, linewidth=0.9, label="lost since the last")
         if costs:
@@ -308,14 +304,12 @@ def _stacked(ax: Axes, title: str, bars: dict[str, dict[str, float]]) -> None:
             left += value
     ax.set_yticks(range(len(bars)), list(bars))
     ax.set(title=title, xlabel="seconds a step", xlim=(0, longest * 1.04))
-    if ax.get_subplotspec().colspan.start == 0:  # type: ignore[union-attr]
-        legend_below(ax, len(STAGES))
     ax.invert_yaxis()
     ax.grid(visible=False)
 
 
 def _over_steps(
-    ax: Axes, record: RunRecord, value: Callable[[StepRecord], float | None], *, smooth: bool = False
+    ax: Axes, title: str, record: RunRecord, value: Callable[[StepRecord], float | None], *, smooth: bool = False
 ) -> None:
     for arm in record.arms:
         pairs = [(step.step, found) for step in arm.steps if (found := value(step)) is not None]
@@ -327,7 +321,7 @@ def _over_steps(
             ax.plot(steps, values, color=colour, linewidth=0.7, alpha=0.5)
             values = moving_average(values, max(1, len(values) // 6))
         ax.plot(steps, values, color=colour, marker=marker, label=arm.arm.value)
-    ax.set_xlabel("step")
+    ax.set(title=title, xlabel="step")
     last = max((step.step for arm in record.arms for step in arm.steps), default=0)
     if last < 4:
         ax.set_xlim(-0.5, last + 0.5)
@@ -396,7 +390,7 @@ def _learner_parts(arm: LoopArm) -> list[Part]:
     """Parts of the learner's step; asynchronous arms wait after their work, synchronous ones before it."""
     stages = arm.stages_s
     first, wait = ("prepare", stages["data"] + stages["prepare"]), ("", arm.exposed_s)
-    work = [(stage, stages[stage]) for stage in _LEARNING]
+    work = [(stage, stages[stage]) for stage in ("logprob", "train")]
     return [first, wait, *work] if arm.is_synchronous else [first, *work, wait]
 
 

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from slipstream.statistics import Estimate, Spread
+from slipstream.statistics import Estimate
 from slipstream.types import STAGES, Arm, ArmLoop, arm_name
 
-STAGE_LABELS = {stage: stage for stage in STAGES} | {"prepare": "prepare (refit)"}
+STAGE_LABELS = {stage: stage for stage in STAGES} | {"prepare": "prepare (refit)", "": "step (wall time)"}
 WORKLOAD_LABELS = {"rl_zero": "RL-Zero", "rl_think": "RL-Think"}
 POLICY_LABELS = {
     "start": "before RL",
@@ -47,7 +47,6 @@ def _by_arm(name: str, label: str, unit: str, loop: ArmLoop, judged: str = "abso
 
 
 _IN_TURN, _OVERLAPPING = ArmLoop
-_OVER_SYNCHRONOUS = ("asynchronous_step_speedup", "asynchronous step over the synchronous one")
 _ACCURACY = ("validation", "validation accuracy", "accuracy")
 KINDS = {
     "generation_speedup": Kind("generation speedup", "x", "relative"),
@@ -55,7 +54,7 @@ KINDS = {
     "control_ratio": Kind("control (training, the same work in both arms)", "x"),
     "mean_acceptance_length": Kind("mean acceptance length", "tokens", "relative"),
     **_by_arm("tokens_per_s", "generated tokens a second", "tokens/s", _IN_TURN, "relative"),
-    **_by_arm(*_OVER_SYNCHRONOUS, "x", _IN_TURN, "relative"),
+    **_by_arm("asynchronous_step_speedup", "asynchronous step over the synchronous one", "x", _IN_TURN, "relative"),
     **_by_arm("reward", "reward", "reward", _IN_TURN),
     **_by_arm("reward_gain", "reward gained", "reward difference", _IN_TURN, ""),
     "reward_difference": Kind("reward, speculative - autoregressive", "reward difference", "absolute"),
@@ -79,9 +78,9 @@ def seconds(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.3f}"
 
 
-def seconds_band(times: Spread) -> str:
-    """Format the 10th and 90th percentile: `5.90 to 6.20`."""
-    return f"{seconds(times.p10)} to {seconds(times.p90)}"
+def seconds_band(p10: float, p90: float) -> str:
+    """Format two percentiles: `5.90 to 6.20`."""
+    return f"{seconds(p10)} to {seconds(p90)}"
 
 
 def percent(fraction: float) -> str:
@@ -127,11 +126,7 @@ def count(value: int) -> str:
 
 
 def render(template: str | Path, **context: Any) -> str:
-    """Render a page's template with the shared style sheet as `style`.
-
-    Args:
-        template: an absolute path, or a name beside this module.
-    """
+    """Render a page's template, an absolute path or a name beside this module, with the style sheet as `style`."""
     here = Path(__file__).parent
     path = here / template
     environment = Environment(

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from slipstream.report.formats import STAGE_LABELS, render, seconds
-from slipstream.tracking.spool import RunHeader, read_events, spools_of
+from slipstream.tracking.spool import read_events, spools_of
 from slipstream.types import STAGES
 
 _RECENT = 5  # steps of a mean
@@ -22,7 +22,6 @@ _CURVES = (
     ("acceptance rate", "spec/acceptance_rate", "{:.3f}"),
     ("generated tokens a second", "rollout/tokens_per_s", "{:.0f}"),
 )
-
 
 Table = tuple[Sequence[str], Sequence[Sequence[str]]]
 """Headings and rows."""
@@ -42,19 +41,17 @@ def live_page(root: Path, execution: str, *, since_s: float, links: Mapping[str,
 
 def _run(path: Path) -> tuple[str, int, list[Table]]:
     """Title, number of timed steps and tables of a run; a later attempt's value of a step replaces an earlier one's."""
-    header: RunHeader | None = None
-    status = "runs"
+    name, status = path.stem, "runs"
     steps: dict[int, dict[str, float]] = {}
     for event in read_events(path):
-        if event.kind == "open":
-            header, status = event.header, "runs"
+        if event.header is not None:
+            name, status = event.header.name, "runs"
         elif event.kind == "end":
             status = event.status
         elif event.kind == "metrics":
             steps.setdefault(event.step, {}).update(event.metrics)
-    title = f"{header.name if header is not None else path.stem}: {status}"
     timed = [values for _, values in sorted(steps.items()) if "time/step_s" in values]
-    return title, len(timed), _arm(timed) if timed else [_values(steps)]
+    return f"{name}: {status}", len(timed), _arm(timed) if timed else [_values(steps)]
 
 
 def _arm(steps: Sequence[Mapping[str, float]]) -> list[Table]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +34,6 @@ from slipstream.simulator.projection import ProjectionRecord
 from slipstream.simulator.reference import Reference, WorkloadReference, read_reference
 from slipstream.types import LoopMode
 
-_HEADLINE, _GAIN = ("x", "tokens", "reward"), "reward_gain"  # units and name of the results in the page's header
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReportPaths:
-    """Files that `write_report` wrote."""
-
-    html: Path
-    json: Path
-    figures: tuple[Path, ...]
-
 
 def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> dict[str, str]:
     """Draw the figures that the run has data for; returns SVG by name."""
@@ -64,7 +53,7 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
         drawn["sweep"] = figures.sweep(record.tuning.points, record.tuning.chosen_k)
     if decided_steps(record):
         drawn["draft_training"] = figures.draft_training(record)
-    if compared is not None:
+    if compared.arms:
         drawn |= {"loops": figures.step_lanes(compared), "loop_learning": figures.loop_learning(record)}
     if projection is not None and projection.run_calibration is not None and not run.alone:
         drawn["projection_fits"] = figures.measured_against_simulated(projection.run_calibration)
@@ -87,7 +76,6 @@ def render_page(
     """Render the page; sections whose data are missing (an arm, a draft) say so.
 
     Args:
-        drift: None where the run was not compared with earlier ones.
         drawn: result of `draw`, where the caller already has it.
     """
     run, compared = summarise_arms(record.arms), compare_loops(record)
@@ -104,16 +92,16 @@ def render_page(
         sentences=sentences,
         compared=compared,
         prediction=predicted(record, compared),
-        splits=None if compared is None or run.alone else split_table(record, compared),
+        splits=split_table(record, compared) if compared.arms and not run.alone else None,
         drift=drift,
         projection=None if run.alone else projection,
         workload_label=WORKLOAD_LABELS.get(record.workload, record.workload),
     )
 
 
-def predicted(record: RunRecord, compared: LoopComparison | None) -> AsynchronousPrediction | None:
+def predicted(record: RunRecord, compared: LoopComparison) -> AsynchronousPrediction | None:
     """Predict the asynchronous arms; None for a run without a lag, or on hardware other than CPU cores."""
-    arms = () if compared is None else compared.asynchronous
+    arms = compared.asynchronous
     if not arms or arms[0].max_off_policy_steps < 1 or not _is_on_cores(record):
         return None
     return predict_asynchronous(
@@ -146,24 +134,24 @@ def _headline(record: RunRecord) -> list[Result]:
     shown = [
         each
         for each in results(record)
-        if each.label.lstrip() == each.label != "" and (each.unit in _HEADLINE or each.name.startswith(_GAIN))
+        if each.label.lstrip() == each.label != ""
+        and (each.unit in ("x", "tokens", "reward") or each.name.startswith("reward_gain"))
     ]
     return shown if record.policy.model == SCRATCH else sorted(shown, key=lambda each: each.unit != "reward")
 
 
 def write_report(
     record: RunRecord, directory: Path, *, projection: ProjectionRecord | None = None, drift: DriftRecord | None = None
-) -> ReportPaths:
+) -> None:
     """Write `report.html`, `report.json` and `figures/*.svg` into `directory`, each atomically."""
     reference = read_reference()
     drawn = draw(record, reference, projection)
-    files = {directory / "figures" / f"{name}.svg": svg for name, svg in drawn.items() if svg}
-    paths = ReportPaths(html=directory / "report.html", json=directory / "report.json", figures=tuple(files))
-    for path, svg in files.items():
-        write_atomic(path, svg.encode())
-    write_atomic(paths.html, render_page(record, reference, projection, drift=drift, drawn=drawn).encode())
-    write_atomic(paths.json, json.dumps(report_json(record, drift), indent=1, allow_nan=False).encode())
-    return paths
+    for name, svg in drawn.items():
+        if svg:
+            write_atomic(directory / "figures" / f"{name}.svg", svg.encode())
+    page = render_page(record, reference, projection, drift=drift, drawn=drawn)
+    write_atomic(directory / "report.html", page.encode())
+    write_atomic(directory / "report.json", json.dumps(report_json(record, drift), indent=1, allow_nan=False).encode())
 
 
 def report_json(record: RunRecord, drift: DriftRecord | None = None) -> dict[str, Any]:
@@ -171,7 +159,7 @@ def report_json(record: RunRecord, drift: DriftRecord | None = None) -> dict[str
     summary, compared = summarise(record), compare_loops(record)
     summary["num_warmup_steps"] = sentences.num_warmup_steps(record)
     summary["machine"] = sentences.machine_json(record)
-    if compared is not None:
+    if compared.arms:
         prediction = predicted(record, compared)  # projected figures stand apart from measured ones
         summary["asynchronous"] = {
             "predicted": None if prediction is None else asdict(prediction),

@@ -9,6 +9,7 @@ from slipstream.losslessness.verdict import LOSSLESS
 from slipstream.records.run import RunRecord
 from slipstream.records.stages import CertificateRecord
 from slipstream.records.steps import EvaluationRecord
+from slipstream.report.claims import claim
 from slipstream.report.formats import (
     KINDS,
     POLICY_LABELS,
@@ -47,23 +48,22 @@ class Result:
     name: str  # metric without `result/`; empty: the result is shown but is no metric
     label: str  # empty: the result is a metric but is not shown
     unit: str  # a key of `UNITS`
-    value: float
-    interval: tuple[float, float] | None = None  # 95 %
-    reference: float | None = None  # published value
-    note: str = ""  # qualifies the value, or says why it has no interval
-    verdict: str = ""  # `ClaimKind` of the value; empty where there is no verdict
+    estimate: Estimate
+    reference: float | None  # published value
+    note: str  # qualifies the value, or says why it has no interval
+    verdict: str  # `ClaimKind` of the value; empty where there is no verdict
 
     @property
     def text(self) -> str:
         """The formatted value."""
-        return UNITS[self.unit].format(self.value)
+        return UNITS[self.unit].format(self.estimate.value)
 
     @property
     def uncertainty(self) -> str:
         """The formatted interval, or the note where there is none."""
-        if self.interval is None:
+        if self.estimate.ci95 is None:
             return self.note
-        return " to ".join(UNITS[self.unit].format(end).rstrip("x") for end in self.interval)
+        return " to ".join(UNITS[self.unit].format(end).rstrip("x") for end in self.estimate.ci95)
 
 
 def results(record: RunRecord) -> list[Result]:
@@ -83,7 +83,11 @@ def results(record: RunRecord) -> list[Result]:
         found.append(_result("reward_difference", difference, note=note))
     for arm in run.arms:
         found += [_reward(arm.arm.value, arm), _gain(arm, is_shown=run.alone is not None)]
-    found += [] if compared is None else _asynchronous_results(compared)
+    for arm in compared.asynchronous:
+        if arm.over_baseline is not None:
+            label = f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"
+            found.append(_result("", arm.over_baseline, label=label, verdict=_overlapping_verdict(arm.over_baseline)))
+        found.append(_reward(arm.name, arm))
     for e in record.evaluations:
         found.append(_result(f"validation_{e.policy}", _avg_at_k(e), note=f"avg@{e.k} of {e.num_problems} problems"))
     metrics: dict[str, float | Estimate] = {f"tokens_per_s_{arm.arm}": arm.generation_tokens_per_s for arm in run.arms}
@@ -113,7 +117,7 @@ def result_metrics(record: RunRecord, *, hours: float, gpu_hours: float) -> dict
     metrics = {"result/hours": hours, "result/gpu_hours": gpu_hours}
     for each in results(record):
         if each.name:
-            metrics |= metrics_with_ends(f"result/{each.name}", Estimate(value=each.value, ci95=each.interval))
+            metrics |= metrics_with_ends(f"result/{each.name}", each.estimate)
     return metrics | ({} if record.certificate is None else certificate_metrics(record.certificate))
 
 
@@ -153,22 +157,19 @@ def terminal_table(record: RunRecord) -> str:
     """Render the results as plain text of 100 columns: stage times, results, then a block an asynchronous arm."""
     run, compared = summarise_arms(record.arms), compare_loops(record)
     shown = [each for each in results(record) if each.label and each.name != "reward_difference"]
-    overlapping = () if compared is None else compared.asynchronous
-    blocks = [line for arm in overlapping for line in _asynchronous_lines(arm, shown)]
-    others = tuple(f", {POLICY_LABELS[arm.name]}" for arm in overlapping)
+    blocks = [line for arm in compared.asynchronous for line in _asynchronous_lines(arm, shown)]
+    others = tuple(f", {POLICY_LABELS[arm.name]}" for arm in compared.asynchronous)
     ratio = "ratio" if run.comparison else ""
-    lines = [_row("median seconds a step", *[f"{arm.arm.value}" for arm in run.arms], ratio), "-" * _WIDTH]
-    lines += [_stage_row(label, run, stage) for stage, label in STAGE_LABELS.items()]
-    lines += [_stage_row("step (wall time)", run, None), "-" * _WIDTH]
+    lines = [_row("median seconds a step", *[arm.arm.value for arm in run.arms], ratio), "-" * _WIDTH]
+    lines += [*(_stage_row(run, stage) for stage in STAGE_LABELS), "-" * _WIDTH]
     if run.comparison is not None:
         pairing = ("paired", "") if run.comparison.paired else ("unpaired", "the arms ran one after the other")
         lines.append(_row("arms", *pairing))
     lines += [_result_row(each, each.label) for each in shown if not each.label.endswith(others)]
     if record.certificate is not None:
         weakest = max(power.detectable_total_variation for power in record.certificate.detectable)
-        lines.append(
-            _row("losslessness", record.certificate.verdict, f"a bias above {weakest:.3f} a token would be seen")
-        )
+        seen = f"a bias above {weakest:.3f} a token would be seen"
+        lines.append(_row("losslessness", record.certificate.verdict, seen))
     if record.numerics is not None:
         took = f"{record.numerics.float32_ms:.2f} ms in float32, {record.numerics.bfloat16_ms:.2f} in bfloat16"
         lines.append(_row("computed in", record.numerics.dtype, f"a product takes {took}"))
@@ -194,12 +195,15 @@ def _result(
     if note is None:
         note = interval(estimate) if estimate is value and estimate.ci95 is None else ""
     label, unit = (KINDS[name].label, KINDS[name].unit) if label is None else (label, "x")
-    return Result(name, label, unit, estimate.value, estimate.ci95, reference, note, verdict)
+    return Result(name, label, unit, estimate, reference, note, verdict)
 
 
 def _avg_at_k(evaluation: EvaluationRecord) -> Estimate:
-    low, high = evaluation.ci95
-    return Estimate(value=evaluation.avg_at_k, ci95=(low, high))
+    return Estimate(value=evaluation.avg_at_k, ci95=evaluation.ci95)
+
+
+def _overlapping_verdict(ratio: Estimate) -> str:
+    return claim(ratio, None, paired=False, overlaps=True).kind
 
 
 def _reward(name: str, arm: ArmSummary | LoopArm) -> Result:
@@ -212,22 +216,12 @@ def _gain(arm: ArmSummary, *, is_shown: bool) -> Result:
     return _result(f"reward_gain_{arm.arm}", arm.reward_gain, label=None if is_shown else "", note=note)
 
 
-def _asynchronous_results(compared: LoopComparison) -> list[Result]:
-    found = []
-    for arm in compared.asynchronous:
-        if arm.over_baseline is not None:
-            label = f"step speedup over the baseline, {POLICY_LABELS[arm.name]}"
-            found.append(_result("", arm.over_baseline, label=label, verdict=arm.claims["baseline"].kind))
-        found.append(_reward(arm.name, arm))
-    return found
-
-
-def _asynchronous_metrics(compared: LoopComparison | None) -> dict[str, float | Estimate]:
+def _asynchronous_metrics(compared: LoopComparison) -> dict[str, float | Estimate]:
     """Return the asynchronous arms' metrics that have no row among the results."""
     metrics: dict[str, float | Estimate] = {}
-    if compared is not None and compared.speculation is not None:
+    if compared.speculation is not None:
         metrics["asynchronous_speculation_step_speedup"] = compared.speculation
-    for arm in () if compared is None else compared.asynchronous:
+    for arm in compared.asynchronous:
         assert arm.over_synchronous is not None
         metrics |= {
             f"asynchronous_step_speedup_{arm.arm}": arm.over_synchronous,
@@ -247,19 +241,20 @@ def _row(label: str, *cells: str) -> str:
     return label.ljust(_LABEL_WIDTH) + columns[too_long:] + "  " + last
 
 
-def _stage_row(label: str, run: RunSummary, stage: str | None) -> str:
-    medians = [(arm.stages[stage] if stage else arm.step).median for arm in run.arms]
+def _stage_row(run: RunSummary, stage: str) -> str:
+    medians = [arm.stages.get(stage, arm.step).median for arm in run.arms]
     ratio = speedup(medians[0] / medians[1]) if len(medians) == 2 and medians[1] > 0 else ""
     timed = zip(run.arms, medians, strict=True)
     cells = ["left out" if stage in arm.left_out else seconds(median_s) for arm, median_s in timed]
-    return _row(label, *cells, ratio)
+    return _row(STAGE_LABELS[stage], *cells, ratio)
 
 
 def _result_row(result: Result, label: str) -> str:
-    if result.interval is None and not result.verdict:
+    has_interval = result.estimate.ci95 is not None
+    if not has_interval and not result.verdict:
         return _row(label, result.text, result.note)
     if result.unit == "x":
-        ends = f"95 % interval {result.uncertainty}" if result.interval else result.uncertainty
+        ends = f"95 % interval {result.uncertainty}" if has_interval else result.uncertainty
         return _row(label, result.text, ": ".join(filter(None, (ends, result.verdict))))
     return _row(label, result.text, f"[{result.uncertainty.replace(' to ', ', ')}]", result.note)
 
@@ -269,8 +264,8 @@ def _asynchronous_lines(arm: LoopArm, shown: list[Result]) -> list[str]:
     assert arm.over_synchronous is not None
     own = f", {POLICY_LABELS[arm.name]}"
     lag = f"{arm.loop}, lag at most {arm.max_off_policy_steps}, mean {arm.mean_lag:.2f}"
-    in_turn, idle = speedup(arm.over_synchronous.value), f"learner idle {percent(arm.learner_idle_fraction)}"
-    kind = arm.claims["in turn"].kind
+    in_turn, kind = speedup(arm.over_synchronous.value), _overlapping_verdict(arm.over_synchronous)
+    idle = f"learner idle {percent(arm.learner_idle_fraction)}"
     return [
         _row(f"asynchronous, {arm.arm.value}", f"{seconds(arm.step.median)} s", lag),
         _row("  speedup over the same arm in turn", in_turn, f"{interval(arm.over_synchronous)}: {kind}"),

@@ -14,12 +14,8 @@ from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accur
 from slipstream.simulator.balance import AsynchronousPrediction
 from slipstream.types import Arm, Arms
 
-LEARNER_BOUND = 0.05
-"""Largest share of a step that training may wait for rollouts while the learner still bounds the step."""
-
-_LESS_TRAINING = 0.95
-"""Ratio of training times with and without speculation below which training itself counts as faster."""
-
+_LEARNER_BOUND = 0.05  # largest share of a step that training waits for rollouts while the learner bounds the step
+_LESS_TRAINING = 0.95  # ratio of training times beside speculation and without it, below which training is faster
 _MANY = {
     "other_cpu_fraction": (0.1, "other processes used {} of the cores"),
     "steal_fraction": (0.05, "the host gave {} of the cores' time to other machines"),
@@ -36,9 +32,8 @@ def verdict(record: RunRecord, run: RunSummary) -> str:
     if len(set(machines.values())) < 2:
         return effect
     where = ", ".join(f"{arm} on {machine}" for arm, machine in machines.items())
-    return (
-        f"{effect} The arms ran on different hardware ({where}): their ratio is not the speedup of speculation alone."
-    )
+    what = "their ratio is not the speedup of speculation alone"
+    return f"{effect} The arms ran on different hardware ({where}): {what}."
 
 
 def _effect(record: RunRecord, run: RunSummary) -> str:
@@ -84,7 +79,7 @@ def schedule_text(record: RunRecord) -> str:
 
 def draft_text(record: RunRecord) -> str:
     """State how often the draft learned beside the policy, and the cost of that; empty for a fixed draft."""
-    steps = decided_steps(record)
+    steps = [step for step, _ in decided_steps(record)]
     if not steps:
         return ""
     spent_s = [step.draft_update.elapsed_s for step in steps if step.draft_update is not None]
@@ -142,7 +137,7 @@ def bound_text(compared: LoopComparison) -> str:
         noise = f"nothing was drafted here, so the ratio of both arms, {ratio}, shows the machine's noise"
         measured = f"; {noise}" if drafting is None else f". {said({'speculation': compared.claim}).removesuffix('.')}"
     most = f"at most about {speedup(1 / (1 - share))} can be had of it{measured}.{_helped(base, drafting)}"
-    if share < LEARNER_BOUND:
+    if share < _LEARNER_BOUND:
         return (
             f"The learner bounds the asynchronous step: {waits}. Speculation shortens generation that is hidden behind "
             f"training already, so it gains nothing here but that wait: {most}"
@@ -154,9 +149,8 @@ def bound_text(compared: LoopComparison) -> str:
 def split_text(prediction: AsynchronousPrediction) -> str:
     """State what the simulator expects of two cores, which have only one split."""
     bounds = " and ".join(f"the {arm.arm.value} step to be bound by its {arm.bound.value}" for arm in prediction.arms)
-    return (
-        f"Two cores have one split, one core for generation and one for training. On it the simulator expects {bounds}."
-    )
+    split = "Two cores have one split, one core for generation and one for training."
+    return f"{split} On it the simulator expects {bounds}."
 
 
 def _helped(base: LoopArm, drafting: LoopArm | None) -> str:
@@ -190,9 +184,8 @@ def findings(record: RunRecord) -> list[str]:
     uses = _uses(record)
     found: list[str] = []
     for arm, use in uses.items():
-        shares = {name: getattr(use, name) for name in _MANY}
-        large = {name: share for name, share in shares.items() if share is not None and share >= _MANY[name][0]}
-        said = [_MANY[name][1].format(percent(share)) for name, share in large.items()]
+        shares = [(getattr(use, name), least, text) for name, (least, text) in _MANY.items()]
+        said = [text.format(percent(share)) for share, least, text in shares if share is not None and share >= least]
         if use.throttle_reasons:
             said.append(f"the driver slowed GPUs down ({', '.join(use.throttle_reasons)})")
         found += [f"While {POLICY_LABELS[arm]} ran, {each}" for each in said]

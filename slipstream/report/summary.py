@@ -19,6 +19,7 @@ from slipstream.records.run import RunRecord
 from slipstream.records.steps import (
     AcceptanceStats,
     ArmRecord,
+    DraftDecision,
     DynamicSampling,
     EvaluationRecord,
     LagStats,
@@ -157,14 +158,6 @@ class LoopArm:
         return self.over_synchronous is None
 
     @property
-    def claims(self) -> dict[str, Claim]:
-        """Verdicts on an asynchronous step against the baseline and against the same arm's synchronous step."""
-        ratios = {"baseline": self.over_baseline, "in turn": self.over_synchronous}
-        return {
-            name: claim(ratio, None, paired=False, overlaps=True) for name, ratio in ratios.items() if ratio is not None
-        }
-
-    @property
     def exposed_s(self) -> float:
         """Mean seconds of a step that training waited for rollouts."""
         return self.stages_s["generation"]
@@ -183,7 +176,7 @@ class LoopArm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopComparison:
-    """Figures of all arms, synchronous ones first."""
+    """Figures of all arms, synchronous ones first; there are none unless every asynchronous arm has a counterpart."""
 
     arms: tuple[LoopArm, ...]
     speculation: Estimate | None  # autoregressive / speculative asynchronous step; None with one such arm
@@ -199,10 +192,6 @@ class LoopComparison:
     def asynchronous(self) -> tuple[LoopArm, ...]:
         """Arms whose generation and training overlap."""
         return tuple(arm for arm in self.arms if not arm.is_synchronous)
-
-    def synchronous(self, arm: Arm) -> LoopArm:
-        """Return the same arm in the synchronous loop."""
-        return next(each for each in self.arms if each.arm is arm and each.is_synchronous)
 
 
 def summarise_arms(records: Sequence[ArmRecord]) -> RunSummary:
@@ -270,8 +259,8 @@ def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
     return combine(parts) if any(part.num_drafts for part in parts) else None
 
 
-def compare_loops(record: RunRecord) -> LoopComparison | None:
-    """Compute the figures of all arms; None without asynchronous arms, or without each one's synchronous arm.
+def compare_loops(record: RunRecord) -> LoopComparison:
+    """Compute the figures of all arms; of none without asynchronous arms, or without each one's synchronous arm.
 
     The baseline is the synchronous autoregressive arm, beside a speculative one.
 
@@ -282,7 +271,7 @@ def compare_loops(record: RunRecord) -> LoopComparison | None:
     asynchronous = [arm for arm in record.asynchronous if arm.steps]
     base = synchronous.get(Arm.AUTOREGRESSIVE) if len(synchronous) == len(Arm) else None
     if not asynchronous or any(arm.arm not in synchronous for arm in asynchronous):
-        return None
+        return LoopComparison(arms=(), speculation=None, paired=False)
     arms = [_summarise_loop(arm, base, None) for arm in synchronous.values()]
     arms += [_summarise_loop(arm, base, synchronous[arm.arm]) for arm in asynchronous]
     both = sorted(asynchronous, key=lambda arm: arm.arm is Arm.SPECULATIVE)
@@ -305,10 +294,10 @@ def pooled_lags(steps: Sequence[StepRecord]) -> tuple[LagStats, ...]:
     return tuple(_pooled(lag, of_lag[lag]) for lag in sorted(of_lag))
 
 
-def decided_steps(record: RunRecord) -> list[StepRecord]:
-    """Return the speculative arm's steps that decided whether to train the draft."""
+def decided_steps(record: RunRecord) -> list[tuple[StepRecord, DraftDecision]]:
+    """Return the speculative arm's steps that decided whether to train the draft, each with its decision."""
     steps = [step for arm in record.arms if arm.arm is Arm.SPECULATIVE for step in arm.steps]
-    return [step for step in steps if step.draft_decision is not None]
+    return [(step, step.draft_decision) for step in steps if step.draft_decision is not None]
 
 
 def accuracy_curves(record: RunRecord) -> dict[str, dict[int, EvaluationRecord]]:
@@ -388,9 +377,7 @@ def last_quarter(values: Sequence[T]) -> Sequence[T]:
 
 def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
     """Return the estimate as JSON; missing parts are null."""
-    if estimate is None:
-        return {"value": None, "ci95": None}
-    return {"value": estimate.value, "ci95": list(estimate.ci95) if estimate.ci95 else None}
+    return {"value": None, "ci95": None} if estimate is None else asdict(estimate)
 
 
 def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | None) -> Comparison:

@@ -28,8 +28,7 @@ from slipstream.simulator.balance import AsynchronousPrediction, BalanceRecord
 from slipstream.simulator.observed import CheckRecord
 from slipstream.simulator.projection import ProjectedPoint
 from slipstream.simulator.reference import Reference, WorkloadReference
-from slipstream.statistics import Estimate, Spread
-from slipstream.types import STAGES
+from slipstream.statistics import Spread
 from slipstream.workers.placement.plan import table
 
 
@@ -43,17 +42,12 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table; each row has one cell for every column.
-
-    Attributes:
-        groups: columns by the heading over them.
-        quoted: heading of the columns that quote a publication, and are tinted.
-    """
+    """A table; each row has one cell for every column."""
 
     label: str
-    groups: Mapping[str, Sequence[str]]
+    groups: Mapping[str, Sequence[str]]  # columns by the heading over them
     rows: Sequence[Row]
-    quoted: str = "-"
+    quoted: str = "-"  # heading of the columns that quote a publication, and are tinted
 
     def __post_init__(self) -> None:
         assert all(len(row.cells) == len(self.are_quoted) for row in self.rows), self.label
@@ -78,7 +72,7 @@ def step_table(run: RunSummary, workload: WorkloadReference | None, reference: R
     groups |= {"": ("ratio",)} if run.comparison else {}
     if workload is not None:
         groups[reference.label] = ("AR s", "spec s", "ratio")
-    rows = [_step_row(run, workload, stage) for stage in (*STAGES, "")]
+    rows = [_step_row(run, workload, stage) for stage in STAGE_LABELS]
     return Table("stage", groups, rows, quoted=reference.label)
 
 
@@ -87,7 +81,7 @@ def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -
     cells: list[str] = []
     times = [arm.stages.get(stage, arm.step) for arm in run.arms]
     for arm, time in zip(run.arms, times, strict=True):
-        timed = (seconds(time.median), seconds_band(time), percent(time.median / arm.step.median))
+        timed = (seconds(time.median), seconds_band(time.p10, time.p90), percent(time.median / arm.step.median))
         cells += ("left out", "", "") if stage in arm.left_out else timed
     if run.comparison is not None:
         cells.append(speedup(times[0].median / times[1].median) if times[1].median > 0 else "")
@@ -95,7 +89,7 @@ def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -
         arms = (workload.autoregressive, workload.speculative)
         base, spec = (each.by_stage().get(stage, each.step_s) for each in arms)
         cells += [f"{base:.1f}", f"{spec:.1f}", speedup(base / spec)]
-    return Row(STAGE_LABELS.get(stage, "step (wall time)"), tuple(cells), "" if stage else "total")
+    return Row(STAGE_LABELS[stage], tuple(cells), "" if stage else "total")
 
 
 def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
@@ -137,7 +131,7 @@ def sampling_table(tuning: TuningRecord) -> Table:
 
 def _timed(point: SweepPoint | SamplingPoint) -> tuple[str, ...]:
     """Batch, generation time, its band, and number of rounds."""
-    band = f"{seconds(point.generation_p10_s)} to {seconds(point.generation_p90_s)}"
+    band = seconds_band(point.generation_p10_s, point.generation_p90_s)
     return str(point.batch), seconds(point.generation_s), band, str(point.num_repeats)
 
 
@@ -290,12 +284,9 @@ def loop_table(compared: LoopComparison) -> Table:
     rows = []
     for arm in compared.arms:
         hidden = "" if arm.is_synchronous else seconds(arm.hidden_s)
-        step = (
-            seconds(arm.step.median),
-            seconds_band(arm.step),
-            *([_ratio(arm.over_baseline)] if has_baseline else []),
-            _ratio(arm.over_synchronous),
-        )
+        ratios = [arm.over_baseline, arm.over_synchronous] if has_baseline else [arm.over_synchronous]
+        shown = ("" if ratio is None else with_interval(ratio) for ratio in ratios)
+        step = (seconds(arm.step.median), seconds_band(arm.step.p10, arm.step.p90), *shown)
         idle = (percent(arm.engine_idle_fraction), percent(arm.learner_idle_fraction))
         joining = ("" if x is None else percent(x) for x in (arm.exposed_joining_fraction, arm.hidden_joining_fraction))
         kind = "baseline" if has_baseline and arm.over_baseline is None else ""
@@ -324,8 +315,9 @@ def loop_learning_table(compared: LoopComparison) -> Table:
         "rollouts": ("waited for", "begun anew", "lost"),
     }
     rows = []
+    in_turn = {arm.arm: arm.reward_gain for arm in compared.arms if arm.is_synchronous}
     for arm in compared.arms:
-        gain, share, lost = compared.synchronous(arm.arm).reward_gain, "", ("", "", "")
+        gain, share, lost = in_turn[arm.arm], "", ("", "", "")
         if not arm.is_synchronous:
             share = f"{arm.reward_gain / gain:.2f}" if gain > 0 else ""
             lost = tuple(map(str, (arm.num_awaited, arm.num_restarted, arm.num_regenerated)))
@@ -346,7 +338,7 @@ def prediction_table(prediction: AsynchronousPrediction, compared: LoopCompariso
     for arm in compared.asynchronous:
         each = found[arm.arm]
         measured = map(seconds, (arm.step_s, arm.exposed_s, arm.hidden_s))
-        band = f"{seconds(each.step_p10_s)} to {seconds(each.step_p90_s)}"
+        band = seconds_band(each.step_p10_s, each.step_p90_s)
         projected = (seconds(each.step_s), band, seconds(each.exposed_s), seconds(each.hidden_s))
         rows.append(Row(POLICY_LABELS[arm.name], (*measured, *projected, f"{each.step_s / arm.step_s - 1:+.0%}")))
     return Table("mean step", groups, rows)
@@ -357,7 +349,7 @@ def split_table(found: BalanceRecord) -> Table:
     best = [found.best(arm) for arm in dict.fromkeys(row.arm for row in found.rows)]
     by_split: dict[str, list[str]] = {}
     for row in found.rows:
-        bound = f"{row.bound}, fastest" if any(row is each for each in best) else row.bound.value
+        bound = f"{row.bound}, fastest" if row in best else row.bound.value
         cells = by_split.setdefault(f"{row.generation} + {row.training}", [])
         cells += [seconds(row.step_s), seconds(row.exposed_s), bound]
     groups = {f"{row.arm.value}, projected": ("step s", "exposed s", "bound by") for row in best}
@@ -368,7 +360,7 @@ def split_table(found: BalanceRecord) -> Table:
 def check_table(check: CheckRecord) -> Table:
     """Compare the projected with the measured speculative arm, which the calibration did not use."""
     groups = {"measured": ("generation s",), "projected": ("generation s", "p10 to p90", "error")}
-    band = f"{seconds(check.predicted_p10_s)} to {seconds(check.predicted_p90_s)}"
+    band = seconds_band(check.predicted_p10_s, check.predicted_p90_s)
     error = f"{check.predicted_s / check.measured_s - 1:+.1%}"
     cells = (seconds(check.measured_s), seconds(check.predicted_s), band, error)
     return Table("speculative arm", groups, [Row(f"k = {check.k}", cells)])
@@ -382,10 +374,6 @@ def lengths_table(points: Sequence[ProjectedPoint], label: str) -> Table:
         rows.append(Row(f"k = {each.k}", cells))
     speedups = ("generation speedup", "step speedup")
     return Table(label, {"assumed": ("acceptance length",), "projected, p10 to p90": speedups}, rows)
-
-
-def _ratio(estimate: Estimate | None) -> str:
-    return "" if estimate is None else with_interval(estimate)
 
 
 def _band(band: Spread) -> str:

@@ -80,7 +80,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
         projected = read_record(ProjectionRecord, projection / "projection.json")
         drift = drift_of(context, recipe, record)
         write_record(drift, directory / DRIFT_FILE)
-        report = write_report(record, directory, projection=projected, drift=drift)
+        write_report(record, directory, projection=projected, drift=drift)
         if record.numerics is not None:
             tracker.log_params({"dtype": record.numerics.dtype, "dtype_reason": record.numerics.reason})
         speedup = summarise(record)["speedup"]
@@ -89,7 +89,7 @@ def report_speedup(  # noqa: PLR0913  # one input a record
             tracker.log(metrics, step)
         for name in ("report.html", "report.json", "run.json", DRIFT_FILE):
             tracker.log_artifact(directory / name)
-    end_reported_execution(context, recipe, record, report, drift)
+    end_reported_execution(context, recipe, record, directory, drift)
     _link_latest(Path(context.root), directory)
     return directory
 

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slipstream import supervisor
 from slipstream.config import require
@@ -28,9 +28,6 @@ from slipstream.tracking.mlflow_store import TrackingError, open_store
 from slipstream.tracking.spool import GPUS_TAG, RunStatus, has_ended, now_ms, open_executions, spent
 from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arm, Dtype
-
-if TYPE_CHECKING:
-    from slipstream.report.page import ReportPaths
 
 COMMIT_VARIABLE, IMAGE_VARIABLE = "SLIPSTREAM_GIT_COMMIT", "SLIPSTREAM_IMAGE"
 """Environment variables that are set when an image is built: it holds no repository, and does not know its name."""
@@ -213,13 +210,12 @@ def end_execution(context: RunContext, recipe: Recipe, certificate: CertificateR
 
 
 def end_reported_execution(
-    context: RunContext, recipe: Recipe, record: RunRecord, report: ReportPaths, drift: DriftRecord
+    context: RunContext, recipe: Recipe, record: RunRecord, directory: Path, drift: DriftRecord
 ) -> None:
-    """End the run of an execution with its results, drift, report and figures."""
+    """End the run of an execution with its results, its drift, and the report and figures in `directory`."""
     tracker = execution_run(context, recipe)
-    cost = spent(Path(context.root), context.execution, now_ms=now_ms())
-    results = result_metrics(record, hours=cost.hours, gpu_hours=cost.gpu_hours)
-    tracker.log({**results, **drift_metrics(drift)})
+    hours, gpu_hours = spent(Path(context.root), context.execution, now_ms=now_ms())
+    tracker.log({**result_metrics(record, hours=hours, gpu_hours=gpu_hours), **drift_metrics(drift)})
     arm = next((arm for arm in record.arms if arm.arm is Arm.SPECULATIVE), None)
     length = arm and DraftLength(num_speculative_tokens=arm.num_speculative_tokens, schedule=arm.schedule)
     k = "0" if length is None else length.label
@@ -235,9 +231,9 @@ def end_reported_execution(
             NOTE: description(record, execution_url=execution_url()),
         }
     )
-    for path in (report.html, report.json, report.html.with_name("run.json")):
-        tracker.log_artifact(path)
-    for path in report.figures:
+    for name in ("report.html", "report.json", "run.json"):
+        tracker.log_artifact(directory / name)
+    for path in sorted((directory / "figures").glob("*.svg")):
         tracker.log_artifact(path, folder="figures")
     tracker.close(_status(record.certificate))
 

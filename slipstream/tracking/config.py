@@ -25,7 +25,6 @@ ABLATION, PART = "ablation", "part"
 
 # Stricter than MLflow's own rule, so that nothing spooled today is refused by the server at replay.
 _METRIC_NAME = re.compile(r"[a-z][a-z0-9_]*/[a-z][a-z0-9_]*")
-_TIME_UNITS = ("_s", "_ms")
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,199}")
 _FIELD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,240}")  # room for the `changed.` of a tag
 _SQLITE, _QUOTED_SQLITE = "sqlite:///", "sqlite+pysqlite:///"
@@ -63,9 +62,8 @@ class TrackingConfig(Checked, path="tracking"):
         if self.uri is not None:
             is_address = "://" in self.uri or self.uri.startswith("databricks")
             fix = "as http://HOST:PORT; null uses SQLite"
-            self._require(
-                is_address, "uri", "must name a server or be null", fix
-            )  # MLflow would make a directory of it
+            # MLflow would make a directory of anything else.
+            self._require(is_address, "uri", "must name a server or be null", fix)
         if self.experiment is not None:
             check_experiment(self.experiment, "tracking.experiment")
 
@@ -122,7 +120,7 @@ def check_metrics(metrics: Mapping[str, float], step: int) -> None:
         require(bool(_METRIC_NAME.fullmatch(name)), "metric name", "must be `area/name` of [a-z0-9_]", name)
         is_short = len(name) <= _MAX_NAME_CHARACTERS
         require(is_short, "metric name", f"must have <= {_MAX_NAME_CHARACTERS} characters", name)
-        unit_given = not name.startswith("time/") or name.endswith(_TIME_UNITS)
+        unit_given = not name.startswith("time/") or name.endswith(("_s", "_ms"))
         require(unit_given, "metric name", "must end with its unit, _s or _ms", name)
         require(math.isfinite(value), f"metric {name} of step {step}", "must be finite", value)
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 T = TypeVar("T")
+Point = tuple[str, float, int, int]
+"""Name, value, time in milliseconds, and step of a metric."""
 
 _PAGE = 1000
 _TIMEOUT_S = 30  # time-out of a request for a page of executions, each with all metrics
@@ -102,10 +104,8 @@ class MlflowStore:
         with _translated(self.uri):
             run = self._find_or_create(self._experiment(header.experiment), header.key, start_ms=start_ms)
             if run.info.lifecycle_stage == "deleted":
-                raise TrackingError(
-                    f"run {header.key} was deleted on {self.uri}; "
-                    f"restore it with: {self._mlflow('runs', 'restore', '--run-id', run.info.run_id)}"
-                )
+                restore = self._mlflow("runs", "restore", "--run-id", run.info.run_id)
+                raise TrackingError(f"run {header.key} was deleted on {self.uri}; restore it with: {restore}")
             return run.info.run_id
 
     def start(self, run_id: str, header: RunHeader) -> None:
@@ -121,8 +121,8 @@ class MlflowStore:
             self.send_tags(run_id, tags)
             self.send_params(run_id, header.params)
 
-    def send_metrics(self, run_id: str, points: Iterable[tuple[str, float, int, int]]) -> None:
-        """Send (name, value, time_ms, step) points; the server stores a repeated point once."""
+    def send_metrics(self, run_id: str, points: Iterable[Point]) -> None:
+        """Send points; the server stores a repeated one once."""
         from mlflow.entities import Metric
 
         with _translated(self.uri):

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 from slipstream.config import ConfigError, require
 from slipstream.records.files import is_torn, read_record, write_record
-from slipstream.tracking.mlflow_store import MlflowStore, TrackingError
-from slipstream.tracking.spool import Event, read_events, read_spool, spools_of
+from slipstream.tracking.mlflow_store import MlflowStore, Point, TrackingError
+from slipstream.tracking.spool import Event, read_events, read_spool, spool_directory, spools_of
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class SpoolReplay:
         self._attempt = 0  # number of times that the run was opened before `_offset`
         self._made_by: dict[tuple[str, int], int] = {}  # attempt that made a point first, by metric and step
         self._missing: dict[str, str] = {}  # as in the cursor
-        self.run_id: str | None = None
+        self.run_id = ""  # empty until the server has answered
         self.num_points = 0
         self.num_broken_lines = 0
 
@@ -62,34 +61,22 @@ class SpoolReplay:
             TrackingError: nothing is lost; the next call sends the same slice again, and the server keeps one copy.
                 Or everything has arrived except an artifact whose copy in the spool is gone.
         """
-        if self.run_id is None and not self._attach():
+        if not self.run_id and not self._attach():
             return False
-        assert self.run_id is not None
         part = read_spool(self._path, offset=self._offset)
         if part.end_offset == self._offset:
-            self._send_missing(self.run_id)
+            self._send_missing()
             return False
-        attempt, num_points = self._attempt, 0  # a slice that fails is sent again as a whole
-        for is_metrics, events in groupby(part.events, key=lambda event: event.kind == "metrics"):
-            if is_metrics:
-                points = [
-                    (name, value, event.time_ms, event.step)
-                    for event in events
-                    for name, value in event.metrics.items()
-                    if self._is_new(event, name, attempt)
-                ]
-                self._store.send_metrics(self.run_id, points)
-                num_points += len(points)
-            else:
-                for event in events:
-                    attempt += event.kind == "open"
-                    self._send(self.run_id, event)
-        self._offset, self._attempt = part.end_offset, attempt
-        self.num_points += num_points
+        points, attempt = self._new_points(part.events)
+        self._store.send_metrics(self.run_id, points)
+        for event in part.events:
+            self._send(event)
+        self._offset, self._attempt = part.end_offset, attempt  # a slice that failed is sent again as a whole
+        self.num_points += len(points)
         if part.num_broken_lines:
             self.num_broken_lines += part.num_broken_lines
             log.warning("%s: left out %d line(s) that a crash cut off", self._path, part.num_broken_lines)
-        self._note(self.run_id)
+        self._note()
         return True
 
     def finish(self) -> None:
@@ -104,7 +91,7 @@ class SpoolReplay:
                 log.warning("%s: left out the last line, which a crash cut off", self._path)
         while self.advance():
             pass
-        if self.run_id is None and read_spool(self._path).end_offset:
+        if not self.run_id and read_spool(self._path).end_offset:
             raise TrackingError("no line of it says which run it is of")
 
     def _attach(self) -> bool:
@@ -113,14 +100,14 @@ class SpoolReplay:
             return False
         self.run_id = self._store.attach(opened.header, start_ms=opened.time_ms)
         cursor = _read_cursor(self._path)
-        if cursor is not None and (cursor.uri, cursor.run_id) == (self._store.uri, self.run_id):
+        if (cursor.uri, cursor.run_id) == (self._store.uri, self.run_id):
             self._skip(cursor.offset)
             self._missing = cursor.missing
         return True
 
-    def _note(self, run_id: str) -> None:
+    def _note(self) -> None:
         """Write the position to disk."""
-        cursor = _Cursor(uri=self._store.uri, run_id=run_id, offset=self._offset, missing=self._missing)
+        cursor = _Cursor(uri=self._store.uri, run_id=self.run_id, offset=self._offset, missing=self._missing)
         write_record(cursor, self._path.with_suffix(".cursor"))
 
     def _skip(self, offset: int) -> None:
@@ -130,52 +117,55 @@ class SpoolReplay:
             part = read_spool(self._path, offset=self._offset, max_bytes=max(1, offset - self._offset - 1))
             if part.end_offset == self._offset:
                 break
-            for event in part.events:
-                self._attempt += event.kind == "open"
-                for name in event.metrics:
-                    self._is_new(event, name, self._attempt)
+            _, self._attempt = self._new_points(part.events)
             self._offset = part.end_offset
 
-    def _is_new(self, event: Event, name: str, attempt: int) -> bool:
-        """Return True if no earlier attempt made the point; results of a whole run are always new."""
-        return event.is_result or self._made_by.setdefault((name, event.step), attempt) == attempt
+    def _new_points(self, events: Iterable[Event]) -> tuple[list[Point], int]:
+        """Points that no earlier attempt made, with results of a whole run; and the number of the last attempt."""
+        points, attempt = [], self._attempt
+        for event in events:
+            attempt += event.kind == "open"
+            for name, value in event.metrics.items():
+                if event.is_result or self._made_by.setdefault((name, event.step), attempt) == attempt:
+                    points.append((name, value, event.time_ms, event.step))
+        return points, attempt
 
-    def _send(self, run_id: str, event: Event) -> None:
+    def _send(self, event: Event) -> None:
+        """Send all of an event but its metrics."""
         match event.kind:
             case "open":
                 assert event.header is not None
-                self._store.start(run_id, event.header)
+                self._store.start(self.run_id, event.header)
             case "params":
-                self._store.send_params(run_id, event.fields)
+                self._store.send_params(self.run_id, event.fields)
             case "tags":
-                self._store.send_tags(run_id, event.fields)
+                self._store.send_tags(self.run_id, event.fields)
             case "artifact":
-                if not self._send_artifact(run_id, event.path, event.folder):
+                if not self._send_artifact(event.path, event.folder):
                     self._missing[event.path] = event.folder
             case "end":
-                self._store.end(run_id, status=event.status, time_ms=event.time_ms)
+                self._store.end(self.run_id, status=event.status, time_ms=event.time_ms)
 
-    def _send_artifact(self, run_id: str, path: str, folder: str) -> bool:
+    def _send_artifact(self, path: str, folder: str) -> bool:
         """Send one artifact; return False if its copy is gone, which leaves the rest of the spool unaffected."""
         copy = self._path.parent / path
         if copy.is_file():
-            self._store.send_artifact(run_id, copy, folder=folder)
+            self._store.send_artifact(self.run_id, copy, folder=folder)
         return copy.is_file()
 
-    def _send_missing(self, run_id: str) -> None:
+    def _send_missing(self) -> None:
         """Send artifacts whose copy was gone and is back."""
-        found = [path for path, folder in self._missing.items() if self._send_artifact(run_id, path, folder)]
-        for path in found:
-            del self._missing[path]
-        if found:
-            self._note(run_id)
-        if self._missing:
-            names = ", ".join(str(self._path.parent / path) for path in self._missing)
+        gone = {path: folder for path, folder in self._missing.items() if not self._send_artifact(path, folder)}
+        if gone != self._missing:
+            self._missing = gone
+            self._note()
+        if gone:
+            names = ", ".join(str(self._path.parent / path) for path in gone)
             raise TrackingError(f"all has arrived but files that are gone: {names}; put them back")
 
 
-def replay(spool_dir: Path, uri: str) -> ReplayResult:
-    """Send every spool under `spool_dir` to `uri`. A second replay, or one to a server with a part, duplicates nothing.
+def replay(root: Path, uri: str) -> ReplayResult:
+    """Send every spool under `root` to `uri`. A second replay, or one to a server with a part, duplicates nothing.
 
     A spool that the server refuses stays as it is and does not stop the others.
 
@@ -183,9 +173,10 @@ def replay(spool_dir: Path, uri: str) -> ReplayResult:
         ConfigError: there is no spool.
         TrackingError: the server does not answer; the spools stay as they are.
     """
-    root, paths = spool_dir.parent, sorted(spool_dir.glob("*.jsonl"))
+    directory = spool_directory(root)
+    paths = sorted(directory.glob("*.jsonl"))
     require(root.is_dir(), "run root", "must be a directory", str(root))
-    require(bool(paths), "run root", "must hold spools of runs", str(root), f"{spool_dir} has none")
+    require(bool(paths), "run root", "must hold spools of runs", str(root), f"{directory} has none")
     store = MlflowStore(uri)
     store.check()
     replays = {path: SpoolReplay(path, store) for path in paths}
@@ -207,9 +198,9 @@ def replay(spool_dir: Path, uri: str) -> ReplayResult:
 def not_arrived(spool: Path) -> str:
     """Count the entries that a spool's server lacks, as in `12 points and 3 other entries`; empty if it lacks none."""
     cursor = _read_cursor(spool)
-    events = list(read_events(spool, offset=cursor.offset if cursor else 0))
+    events = list(read_events(spool, offset=cursor.offset))
     num_points = sum(len(event.metrics) for event in events)
-    num_others = sum(event.kind != "metrics" for event in events) + (len(cursor.missing) if cursor else 0)
+    num_others = sum(event.kind != "metrics" for event in events) + len(cursor.missing)
     return f"{num_points} points and {num_others} other entries" if num_points or num_others else ""
 
 
@@ -223,9 +214,9 @@ def replay_command(root: Path, uri: str | None, *, program: Sequence[str] = ("sl
     return shlex.join([*program, "replay", str(root.resolve()), *([] if uri is None else ["--uri", uri])])
 
 
-def _read_cursor(spool: Path) -> _Cursor | None:
-    """Position of a spool; None if it cannot be read: the spool then starts over, and the server keeps one copy."""
+def _read_cursor(spool: Path) -> _Cursor:
+    """Position of a spool; its start if none can be read: the server keeps one copy of what is sent again."""
     try:
         return read_record(_Cursor, spool.with_suffix(".cursor"))
     except (OSError, ConfigError):
-        return None
+        return _Cursor(uri="", run_id="", offset=0)

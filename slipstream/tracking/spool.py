@@ -25,8 +25,6 @@ GPUS_TAG = "num_gpus"
 
 _MS_PER_HOUR = 3_600_000
 
-EventKind = Literal["open", "metrics", "params", "tags", "artifact", "end"]
-
 
 class RunStatus(StrEnum):
     """Status of a run that has ended, in MLflow's words."""
@@ -57,7 +55,7 @@ class RunHeader:
 class Event:
     """One line of the spool; `kind` decides which of the other fields are set."""
 
-    kind: EventKind
+    kind: Literal["open", "metrics", "params", "tags", "artifact", "end"]
     time_ms: int
     header: RunHeader | None = None  # open
     step: int = 0  # metrics
@@ -116,15 +114,15 @@ def now_ms() -> int:
 
 
 def spool_directory(root: Path) -> Path:
-    """Directory of the spools of all runs under `root`, which `replay` takes."""
+    """Directory of the spools of all runs under `root`."""
     return root / "spool"
 
 
-def spool_path(directory: Path, *, experiment: str, key: str) -> Path:
+def spool_path(root: Path, *, experiment: str, key: str) -> Path:
     """Spool file of a run: its name is readable, and unique where the readable part is not."""
     readable = "".join(c if c.isalnum() else "-" for c in key)[-60:].strip("-")
     digest = sha256("\0".join((experiment, key)).encode()).hexdigest()[:8]
-    return directory / f"{readable}-{digest}.jsonl"
+    return spool_directory(root) / f"{readable}-{digest}.jsonl"
 
 
 def read_spool(path: Path, *, offset: int = 0, max_bytes: int = 1 << 22) -> SpoolSlice:
@@ -163,7 +161,7 @@ def end_open_runs(root: Path, execution: str, status: RunStatus) -> list[str]:
 
 def has_ended(root: Path, experiment: str, key: str) -> bool:
     """Return True if the run `key` was opened before and no process has it open now."""
-    path = spool_path(spool_directory(root), experiment=experiment, key=key)
+    path = spool_path(root, experiment=experiment, key=key)
     return path.is_file() and not _is_open(path)
 
 
@@ -173,11 +171,7 @@ def open_executions(root: Path) -> list[str]:
 
 
 def spools_of(root: Path, execution: str, *, since_s: float = 0.0) -> Iterator[tuple[str, Path]]:
-    """Yield the spools of an execution's run and of its tasks, each with the key of its run.
-
-    Args:
-        since_s: leave out spools that were written last before this time, in seconds since 1970.
-    """
+    """Yield the spools of an execution's run and of its tasks that were written since `since_s`, each with its key."""
     for key, path in _keyed(root, since_s=since_s):
         if key == execution or key.startswith(f"{execution}/"):
             yield key, path
@@ -196,19 +190,12 @@ def _is_open(path: Path) -> bool:
     return bool(opened) and opened[-1]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spent:
-    """Time in which at least one task ran, and GPU time over all tasks; both in hours."""
+def spent(root: Path, execution: str, *, now_ms: int) -> tuple[float, float]:
+    """Hours in which at least one task of `execution` ran, and GPU hours over all its tasks.
 
-    hours: float
-    gpu_hours: float
-
-
-def spent(root: Path, execution: str, *, now_ms: int) -> Spent:
-    """Time and GPU time of the tasks of `execution`, each attempt from its start to its last event; no server is asked.
+    Each attempt counts from its start to its last event.
 
     Args:
-        root: run root, under which the spools lie.
         now_ms: end of an attempt that still goes on, if it has logged nothing later.
     """
     tasks = [path for key, path in spools_of(root, execution) if key != execution]
@@ -218,7 +205,7 @@ def spent(root: Path, execution: str, *, now_ms: int) -> Spent:
         union_ms += max(0, end_ms - max(start_ms, covered_to))
         covered_to = max(covered_to, end_ms)
     gpu_ms = sum((end_ms - start_ms) * num_gpus for start_ms, end_ms, num_gpus in attempts)
-    return Spent(hours=union_ms / _MS_PER_HOUR, gpu_hours=gpu_ms / _MS_PER_HOUR)
+    return union_ms / _MS_PER_HOUR, gpu_ms / _MS_PER_HOUR
 
 
 def _attempts(path: Path, *, now_ms: int) -> Iterator[tuple[int, int, int]]:

@@ -12,19 +12,10 @@ from typing import Self
 
 from slipstream.config import require
 from slipstream.records.files import write_atomic
-from slipstream.tracking.config import TrackingConfig, check_experiment, check_key, check_metrics, fitted, store_uri
+from slipstream.tracking.config import TrackingConfig, check_key, check_metrics, fitted, store_uri
 from slipstream.tracking.mlflow_store import MlflowStore, TrackingError, import_mlflow
 from slipstream.tracking.replay import SpoolReplay, not_arrived, replay_command
-from slipstream.tracking.spool import (
-    Event,
-    RunHeader,
-    RunStatus,
-    Spool,
-    now_ms,
-    read_events,
-    spool_directory,
-    spool_path,
-)
+from slipstream.tracking.spool import Event, RunHeader, RunStatus, Spool, now_ms, read_events, spool_path
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +59,6 @@ class Tracker:
             ConfigError: `key` could not stand in a search filter, or a tag or parameter has a name that MLflow refuses.
         """
         check_key(key)
-        check_experiment(experiment, "experiment")
         header = RunHeader(
             experiment=config.experiment or experiment,
             key=key,
@@ -78,15 +68,15 @@ class Tracker:
             params=fitted("param", params or {}),
         )
         self._config = config
-        self._spool = Spool(spool_path(spool_directory(root), experiment=header.experiment, key=key))
+        self._spool = Spool(spool_path(root, experiment=header.experiment, key=key))
         self._spool.append(Event(kind="open", time_ms=now_ms(), header=header))
         import_mlflow()
         command = replay_command(root, config.uri)
         self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config, command=command)
         self._thread.start()
 
-    def wait_run_id(self, timeout_s: float = 30.0) -> str | None:
-        """Wait for MLflow's id of the run; None if the server fails or takes over `timeout_s`."""
+    def wait_run_id(self, timeout_s: float = 30.0) -> str:
+        """Wait for MLflow's id of the run; empty if the server fails or takes over `timeout_s`."""
         return self._thread.wait_run_id(timeout_s)
 
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -98,7 +88,10 @@ class Tracker:
         Raises:
             ConfigError: a name is not `area/name` or a value is not finite.
         """
-        self._log(metrics, step or 0, is_result=step is None)
+        check_metrics(metrics, step or 0)
+        values = {name: float(value) for name, value in metrics.items()}
+        event = Event(kind="metrics", time_ms=now_ms(), step=step or 0, is_result=step is None, metrics=values)
+        self._spool.append(event)
 
     def log_params(self, params: Mapping[str, str | float | bool]) -> None:
         """Log parameters, one a setting, as they are compared by value; a longer text than MLflow stores is cut."""
@@ -109,11 +102,7 @@ class Tracker:
         self._spool.append(Event(kind="tags", time_ms=now_ms(), fields=fitted("tag", tags)))
 
     def log_artifact(self, path: Path, *, folder: str = "") -> None:
-        """Log one file as it is now: a copy goes into the spool, so the original may change or vanish.
-
-        Args:
-            folder: folder of the file among the run's artifacts; empty is the top.
-        """
+        """Log one file as it is now, for `folder` of the run's artifacts; the original may change or vanish."""
         require(path.is_file(), "artifact", "must be a file", str(path))
         copy = self._spool.path.with_suffix(".artifacts") / folder / path.name
         write_atomic(copy, path.read_bytes())  # an earlier copy that was not sent yet is never replaced by half a file
@@ -127,7 +116,8 @@ class Tracker:
         """
         summaries, last_step = _summaries(self._spool.path)
         if summaries:
-            self._log(summaries, last_step, is_result=True)
+            event = Event(kind="metrics", time_ms=now_ms(), step=last_step, is_result=True, metrics=summaries)
+            self._spool.append(event)
         self._spool.append(Event(kind="end", time_ms=now_ms(), status=status.value))
         wait_s = self._config.close_wait_s
         self._release(min(wait_s, _KILLED_WAIT_S) if status is RunStatus.KILLED else wait_s)
@@ -148,11 +138,6 @@ class Tracker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(RunStatus.FINISHED if kind is None else RunStatus.of_error(kind))
-
-    def _log(self, metrics: Mapping[str, float], step: int, *, is_result: bool) -> None:
-        check_metrics(metrics, step)
-        values = {name: float(value) for name, value in metrics.items()}
-        self._spool.append(Event(kind="metrics", time_ms=now_ms(), step=step, is_result=is_result, metrics=values))
 
 
 class _ReplayThread(threading.Thread):
@@ -190,18 +175,17 @@ class _ReplayThread(threading.Thread):
             where = f"{self._uri} ({self._failure})"
             log.warning("%s have not reached %s; %s, and this brings them: %s", missing, where, safe, self._command)
 
-    def wait_run_id(self, timeout_s: float) -> str | None:
-        """Wait for the server's first answer; return the run's id, or None as soon as the server fails."""
+    def wait_run_id(self, timeout_s: float) -> str:
+        """Wait for the server's first answer; return the run's id, empty as soon as the server fails."""
         self._tried.wait(timeout_s)
-        return self._replay.run_id if self._replay is not None else None
+        return self._replay.run_id if self._replay is not None else ""
 
     def _try(self) -> bool:
         """Send the rest of the spool; return True if all of it has arrived."""
         try:
             self._spool.sync()
             if self._replay is None:
-                store = MlflowStore(self._uri)
-                self._replay = SpoolReplay(self._spool.path, store)
+                self._replay = SpoolReplay(self._spool.path, MlflowStore(self._uri))
             while self._replay.advance():
                 pass
         except Exception as error:  # noqa: BLE001  # whatever it is, this thread must live to try again

@@ -72,8 +72,8 @@ def log_execution(root: Path, name: str, seed: int) -> None:
             for step in record.steps:
                 tracker.log(metrics_of(step), step.step)
     write_record(RECORD, root / name / "report" / "run.json")
-    report = write_report(RECORD, root / name / "report")
-    end_reported_execution(context, recipe, RECORD, report, DriftRecord(summary="Not compared."))
+    write_report(RECORD, root / name / "report")
+    end_reported_execution(context, recipe, RECORD, root / name / "report", DriftRecord(summary="Not compared."))
 
 
 def postgres_programs() -> Path | None:

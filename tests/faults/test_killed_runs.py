@@ -17,7 +17,6 @@ from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.steps import ArmRecord
 from slipstream.tracking.config import TrackingConfig
 from slipstream.tracking.replay import replay
-from slipstream.tracking.spool import spool_directory
 from slipstream.tracking.tracker import Tracker
 from tests.faults.test_killed_drivers import Mortal
 from tests.small import RECIPE as SMALL
@@ -156,7 +155,7 @@ def test_a_tracking_server_that_is_down_for_the_whole_run_gets_every_point_when_
 
     record, directory = whole
     uri = f"sqlite:///{directory / 'mlflow.db'}"
-    replay(spool_directory(directory), uri)
+    replay(directory, uri)
     client = MlflowClient(uri)
     (run,) = client.search_runs([e.experiment_id for e in client.search_experiments()])
     points = sorted((p.step, p.value) for p in client.get_metric_history(run.info.run_id, "train/loss"))

@@ -63,7 +63,7 @@ class Run:
 def statuses(root: Path, execution: str) -> dict[str, str]:
     """Replay the spool; return the status of each MLflow run of an execution, by key."""
     uri = f"sqlite:///{root}/mlflow.db"
-    replay(root / "spool", uri)
+    replay(root, uri)
     client = MlflowClient(uri)
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     keys = {run.data.tags["slipstream.key"]: run.info.status for run in runs}

@@ -18,7 +18,6 @@ from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.stages.context import RunContext
 from slipstream.tracking.replay import replay
-from slipstream.tracking.spool import spool_directory
 from slipstream.types import Arm, ArmLoop, Arms
 from tests.integration.pods import Cluster, Running, Watcher, cluster, ray_processes, says
 from tests.integration.small_recipe import write_small_recipe
@@ -158,7 +157,7 @@ def _points(root: Path, node: str, metric: str) -> list[tuple[int, float]]:
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{root / 'mlflow.db'}"
-    replay(spool_directory(root), uri)
+    replay(root, uri)
     client = MlflowClient(uri)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     (run,) = client.search_runs(experiments, filter_string=f"tags.`slipstream.key` = '{_TORN}/{node}'")

@@ -166,7 +166,7 @@ def test_what_mlflow_has_not_got_is_said_at_the_end_of_every_execution(tmp_path:
     write_recipe(load_recipe("tiny", overrides={"tracking": {"uri": server}}), recorded_recipe(tmp_path, "a"))
     outcome = Outcome(pid=1, status=status, interrupted=False)
     assert "MLflow" not in run_command._last_words("a", tmp_path, outcome)
-    spool = Spool(spool_path(tmp_path / "spool", experiment="tiny", key="a/train"))
+    spool = Spool(spool_path(tmp_path, experiment="tiny", key="a/train"))
     spool.append(Event(kind="open", time_ms=1, header=RunHeader(experiment="tiny", key="a/train", name="train")))
     spool.append(Event(kind="metrics", time_ms=2, metrics={"train/loss": 1.0, "train/reward": 0.5}))
     spool.close()

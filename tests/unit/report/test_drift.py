@@ -17,8 +17,6 @@ from tests.unit.report.handmade import RECORD, page_text
 
 CONFIG = DriftConfig(num_executions=20)
 PARAMS = {"grpo.group_size": "8", "grpo.seed": "0", "tuning.candidate_ks": "[0, 3]", "engine.max_restarts": "1"}
-
-
 TAGS = {"workload": "rl_zero", "hardware": "2 cores", "dtype": "float32"}
 
 
@@ -27,24 +25,20 @@ def subject(**results: float) -> Execution:
     return Execution(name="now", metrics=metrics, params=PARAMS, tags=TAGS)
 
 
-def execution(name: str, *, seed: int = 0, **results: float) -> Execution:
-    return with_results(name, results, seed=seed)
-
-
 def measured(results: Mapping[str, float]) -> dict[str, float]:
     """The results with an interval of each speedup and a control, without which a speedup is not judged."""
     ends = {f"{name}_{end}": value for name, value in results.items() if "speedup" in name for end in ("low", "high")}
     return {**results, **ends, "control_ratio": 1.0}
 
 
-def with_results(name: str, results: Mapping[str, float], *, seed: int = 0) -> Execution:
+def execution(name: str, *, seed: int = 0, **results: float) -> Execution:
     metrics = {"result/lossless": 1.0, **{f"result/{key}": value for key, value in measured(results).items()}}
     params = {**PARAMS, "grpo.seed": str(seed), "k": "3"}
     return Execution(name=name, status="FINISHED", start_ms=0, metrics=metrics, params=params, tags=TAGS)
 
 
 def before(values: list[float], name: str = "step_speedup") -> list[Execution]:
-    return [with_results(f"e{index}", {name: value}) for index, value in enumerate(values)]
+    return [execution(f"e{index}", **{name: value}) for index, value in enumerate(values)]
 
 
 def judged(value: float, earlier: list[float], *, config: DriftConfig = CONFIG, name: str = "step_speedup") -> Any:
@@ -58,11 +52,6 @@ def test_a_prediction_interval_is_as_wide_as_students_table_says() -> None:
     # [0, 2]: mean 1, s sqrt(2), t of 1 degree 1 at 50 %: 1 -+ sqrt(2) sqrt(3 / 2) = 1 -+ sqrt(3).
     assert prediction_interval([0.0, 2.0], level=0.5) == pytest.approx((1 - 3**0.5, 1 + 3**0.5))
     assert prediction_interval([0.25] * 4, level=0.99) == (0.25, 0.25)  # no width
-    with pytest.raises(ValueError, match=r"^values must hold at least two observations, got 1$"):
-        prediction_interval([1.0], level=0.95)
-    for level in (0.0, 1.0):
-        with pytest.raises(ValueError, match=f"^level must lie between 0 and 1, got {level}$"):
-            prediction_interval([1.0, 2.0], level=level)
 
 
 @given(
@@ -203,7 +192,7 @@ def test_where_nothing_drifts_there_are_no_more_alarms_than_promised() -> None:
     alarms = 0
     for _ in range(400):
         drawn = [dict[str, float](zip(names, random.normal(3.0, 0.5, 4).tolist(), strict=True)) for _ in range(7)]
-        earlier = [with_results(str(i), values) for i, values in enumerate(drawn[1:])]
+        earlier = [execution(str(i), **values) for i, values in enumerate(drawn[1:])]
         alarms += bool(find_drift(subject(**drawn[0]), earlier, CONFIG).outside)
     # 1 - (1 - 0.05 / 4)^4 = 0.049 of 400 are 19.6, with a standard deviation of 4.3.
     assert 7 <= alarms <= 33

@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 
 from slipstream.report.live import live_page
-from slipstream.tracking.spool import Event, RunHeader, Spool, spool_directory, spool_path
+from slipstream.tracking.spool import Event, RunHeader, Spool, spool_path
 
 
 def spooled(root: Path, key: str, *events: Event) -> Path:
-    path = spool_path(spool_directory(root), experiment="tiny", key=key)
+    path = spool_path(root, experiment="tiny", key=key)
     header = RunHeader(experiment="tiny", key=key, name=key.rpartition("/")[2])
     spool = Spool(path)
     for event in (Event(kind="open", time_ms=0, header=header), *events):

@@ -15,11 +15,9 @@ from slipstream.simulator.step_cost import Bound
 from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, DEMO_TUNING, ON_CORES, RECORD, demo_arms, demo_run, page_text
 
-_compared, _layout = compare_loops(ASYNCHRONOUS), ON_CORES.layout
-assert _compared is not None and _layout is not None
-COMPARED, LAYOUT, _predicted = _compared, _layout, predicted(ON_CORES, _compared)
-assert _predicted is not None
-PREDICTED = _predicted
+COMPARED = compare_loops(ASYNCHRONOUS)
+LAYOUT, PREDICTED = ON_CORES.layout, predicted(ON_CORES, COMPARED)
+assert LAYOUT is not None and PREDICTED is not None
 
 
 def test_the_page_keeps_measured_and_projected_apart() -> None:
@@ -35,11 +33,10 @@ def test_the_page_keeps_measured_and_projected_apart() -> None:
 
 
 def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own() -> None:
-    prediction = PREDICTED
-    assert [arm.synchronous_step_s for arm in prediction.arms] == pytest.approx([9.0, 5.0])
-    table = tables.prediction_table(prediction, COMPARED)
+    assert [arm.synchronous_step_s for arm in PREDICTED.arms] == pytest.approx([9.0, 5.0])
+    table = tables.prediction_table(PREDICTED, COMPARED)
     assert [(heading, len(columns)) for heading, columns in table.groups.items()] == [("measured", 3), ("projected", 5)]
-    arm, row = prediction.arms[1], table.rows[1]
+    arm, row = PREDICTED.arms[1], table.rows[1]
     assert row.label == "speculative, asynchronous"
     assert row.cells[:4] == ("2.50", "0.50", "1.50", f"{arm.step_s:.2f}")
     assert row.cells[7] == f"{arm.step_s / 2.5 - 1:+.0%}"
@@ -49,14 +46,13 @@ def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own
 
 
 def test_two_cores_have_one_split_and_the_page_says_what_is_expected_to_bind_it() -> None:
-    prediction = PREDICTED
-    bound, other = (replace(prediction.arms[0], arm=arm, bound=bound) for arm, bound in zip(Arm, Bound, strict=False))
-    assert split_text(replace(prediction, arms=(bound, other))) == (
+    bound, other = (replace(PREDICTED.arms[0], arm=arm, bound=bound) for arm, bound in zip(Arm, Bound, strict=False))
+    assert split_text(replace(PREDICTED, arms=(bound, other))) == (
         "Two cores have one split, one core for generation and one for training. On it the simulator expects the "
         f"autoregressive step to be bound by its {bound.bound.value} and the speculative step to be bound by its "
         f"{other.bound.value}."
     )
-    assert split_text(prediction) in page_text(ON_CORES)
+    assert split_text(PREDICTED) in page_text(ON_CORES)
     assert "Two cores have one split" not in page_text(ASYNCHRONOUS)
 
 

@@ -70,9 +70,9 @@ def execute(root: Path, execution: str, record: RunRecord) -> DriftRecord:
     recipe, directory = load_recipe(str(path)), root / execution / "report_speedup"
     drift = drift_of(context, recipe, record)
     write_record(record, directory / "run.json")
-    report = write_report(record, directory, drift=drift)
-    assert json.loads(report.json.read_text())["drift"]["summary"] == drift.summary
-    end_reported_execution(context, recipe, record, report, drift)
+    write_report(record, directory, drift=drift)
+    assert json.loads((directory / "report.json").read_text())["drift"]["summary"] == drift.summary
+    end_reported_execution(context, recipe, record, directory, drift)
     return drift
 
 

@@ -116,8 +116,8 @@ def test_the_run_lives_as_long_as_the_execution_and_ends_with_its_results(root: 
 
     directory = root / "report"
     write_record(RECORD, directory / "run.json")
-    report, drift = write_report(RECORD, directory), DriftRecord(summary="Unknown.")
-    runs.end_reported_execution(context, recipe, RECORD, report, drift)
+    write_report(RECORD, directory)
+    runs.end_reported_execution(context, recipe, RECORD, directory, DriftRecord(summary="Unknown."))
     ended = read(root, "tiny-1")
     assert ended.status == "FINISHED"
     result = {name.removeprefix("result/"): value for name, value in ended.metrics.items()}

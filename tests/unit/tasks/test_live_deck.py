@@ -9,7 +9,7 @@ from flytekit import task
 
 from slipstream.recipe import load_recipe, write_recipe
 from slipstream.stages.context import RunContext, recorded_recipe
-from slipstream.tracking.spool import Event, RunHeader, Spool, spool_directory, spool_path
+from slipstream.tracking.spool import Event, RunHeader, Spool, spool_path
 from tasks import live_deck
 from tasks.recoverable import recoverable
 from tests.small import UNTRACKED, run_context
@@ -22,7 +22,7 @@ SEEN: dict[str, str] = {}
 @recoverable(timedelta(seconds=60))
 def trained(context: RunContext, deck: str, fails: bool) -> str:
     header = RunHeader(experiment="tiny", key="e/train_grpo_speculative", name="speculative")
-    spool = Spool(spool_path(spool_directory(Path(context.root)), experiment="tiny", key=header.key))
+    spool = Spool(spool_path(Path(context.root), experiment="tiny", key=header.key))
     spool.append(Event(kind="open", time_ms=0, header=header))
     for step in range(3):
         metrics = {"time/step_s": 2.0, "time/generation_s": 1.5, "train/reward": 0.25}

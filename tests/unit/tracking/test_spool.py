@@ -23,7 +23,7 @@ HOUR_MS = 3_600_000
 
 
 def write(root: Path, key: str, *, is_ended: bool, torn: bool = False) -> Path:
-    path = spool_path(root / "spool", experiment="tiny", key=key)
+    path = spool_path(root, experiment="tiny", key=key)
     spool = Spool(path)
     spool.append(Event(kind="open", time_ms=1000, header=RunHeader(experiment="tiny", key=key, name=key)))
     spool.append(Event(kind="metrics", time_ms=1001, metrics={"train/loss": 1.0}))
@@ -56,7 +56,7 @@ def test_a_replay_brings_the_end_to_the_server(stored_root: Path) -> None:
     end_open_runs(stored_root, "run", RunStatus.KILLED)
     assert len(unsent(stored_root, "run")) == 1
     uri = f"sqlite:///{stored_root}/mlflow.db"
-    replay(stored_root / "spool", uri)
+    replay(stored_root, uri)
     client = MlflowClient(uri)
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     assert [run.info.status for run in runs] == ["KILLED"]
@@ -89,5 +89,4 @@ def test_hours_count_what_runs_once_and_gpu_hours_each_arm_without_pauses_until_
             opened: Any = {"kind": kind, "header": header if kind == "open" else None}
             file.append(Event(time_ms=int(float(hour) * HOUR_MS), **opened))
         file.close()
-    cost = spent(tmp_path, "run", now_ms=20 * HOUR_MS)
-    assert (cost.hours, cost.gpu_hours) == pytest.approx((hours, gpu_hours))
+    assert spent(tmp_path, "run", now_ms=20 * HOUR_MS) == pytest.approx((hours, gpu_hours))

@@ -1,6 +1,5 @@
 """Tracking against the real MLflow on SQLite, and against servers that refuse or hang."""
 
-import json
 import logging
 import socket
 import sqlite3
@@ -18,7 +17,7 @@ from slipstream.config import ConfigError
 from slipstream.tracking.config import EXECUTION, KIND_TAG, TrackingConfig, store_uri
 from slipstream.tracking.mlflow_store import open_store, read_executions
 from slipstream.tracking.replay import SpoolReplay, replay, unsent
-from slipstream.tracking.spool import RunStatus, Spool, spool_directory
+from slipstream.tracking.spool import RunStatus, Spool, read_events, spool_directory
 from slipstream.tracking.tracker import Tracker, _ReplayThread
 from tests.unit.conftest import Command
 
@@ -63,9 +62,8 @@ def points(client: Any, run: Any, metric: str) -> list[tuple[int, float]]:
 
 
 def spooled(root: Path, metric: str) -> list[tuple[int, int, float]]:
-    lines = [json.loads(line) for path in spool_directory(root).glob("*.jsonl") for line in path.open()]
-    found = [each for each in lines if metric in each.get("metrics", {})]
-    return sorted((each.get("step", 0), each["time_ms"], each["metrics"][metric]) for each in found)
+    events = [event for path in spool_directory(root).glob("*.jsonl") for event in read_events(path)]
+    return sorted((each.step, each.time_ms, each.metrics[metric]) for each in events if metric in each.metrics)
 
 
 def lose(root: Path, key: str, loss: float, *, step: int) -> None:
@@ -137,7 +135,7 @@ def test_a_repeated_step_is_one_point_and_a_result_the_last_attempts(root: Path,
     from mlflow.tracking import MlflowClient
 
     elsewhere = f"sqlite:///{root / 'elsewhere.db'}"
-    replay(spool_directory(root), elsewhere)
+    replay(root, elsewhere)
     copied = MlflowClient(elsewhere)
     run = find_run(copied, "e7/n0")
     assert points(copied, run, "train/reward") == expected
@@ -160,7 +158,7 @@ def test_a_refusing_server_costs_no_point_and_replay_duplicates_none(
         for step in range(50):
             tracker.log({"time/step_s": 1.0 + step}, step=step)
         time.sleep(0.5)  # several vain attempts
-        assert tracker.wait_run_id() is None
+        assert tracker.wait_run_id() == ""
         tracker.close()
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 2  # once when it failed, once at the end
@@ -170,12 +168,12 @@ def test_a_refusing_server_costs_no_point_and_replay_duplicates_none(
     assert warnings[1].endswith(f"and this brings them: {command}")
 
     uri = store_uri(LOCAL, root)
-    sent = replay(spool_directory(tmp_path), uri)
+    sent = replay(tmp_path, uri)
     assert (sent.num_runs, sent.num_points, sent.num_broken_lines) == (1, 52, 0)
-    assert replay(spool_directory(tmp_path), uri).num_points == 0
+    assert replay(tmp_path, uri).num_points == 0
     for cursor in spool_directory(tmp_path).glob("*.cursor"):
         cursor.unlink()  # as if the first replay had died before it noted how far it came
-    assert replay(spool_directory(tmp_path), uri).num_points == 52
+    assert replay(tmp_path, uri).num_points == 52
     run = find_run(client, "e5/n0")
     logged = history(client, run, "time/step_s")
     assert logged == spooled(tmp_path, "time/step_s")
@@ -263,7 +261,7 @@ def test_a_root_of_any_name_holds_its_store_and_gives_everything_back(tmp_path: 
     copy = tmp_path / "copy"
     copy.mkdir()
     assert open_store(uri).fetch_artifact("e16", "report.html", copy).read_text() == "fast"
-    assert replay(spool_directory(root), uri).num_points == 0
+    assert replay(root, uri).num_points == 0
     assert {path.name for path in tmp_path.iterdir()} == {root.name, "copy"}
     assert {"mlflow.db", "artifacts", "spool"} <= {path.name for path in root.iterdir()}
 
@@ -361,9 +359,9 @@ def test_a_line_cut_off_by_a_crash_is_counted_and_costs_only_itself(tmp_path: Pa
     (spool,) = spool_directory(tmp_path).glob("*.jsonl")
     with spool.open("ab") as file:
         file.write(b'{"kind":"metrics","time_ms":17,"st')
-    assert replay(spool_directory(tmp_path), store_uri(LOCAL, root)).num_broken_lines == 1
+    assert replay(tmp_path, store_uri(LOCAL, root)).num_broken_lines == 1
     lose(tmp_path, "e9", 2.0, step=1)
-    sent = replay(spool_directory(tmp_path), store_uri(LOCAL, root))
+    sent = replay(tmp_path, store_uri(LOCAL, root))
     assert (sent.num_points, sent.num_broken_lines) == (1, 1)
     assert points(client, find_run(client, "e9"), "train/loss") == [(0, 1.0), (1, 2.0)]
 
