@@ -49,7 +49,6 @@ _FOLDERS: dict[Any, Callable[[FlyteDirectory], Any]] = {  # inputs by type, of o
 }
 _FILES = {"recipe": "recipe.yaml", "findings": "findings.json"}  # by input
 _MARK = "made_by.json"  # in each input: its name
-_RANKING = ("ablation.html", "ablation.json", "speedups.svg")
 
 
 @dataclass
@@ -95,12 +94,7 @@ class Stages:
                 gives=lambda given: {kind: [run_context(given["root"])] for kind in Kind},
             ),
             make_part=self._notes("part", gives=lambda given: given["part"].execution),
-            rank_ablation=self._notes(
-                *("root", "execution"),
-                gives=lambda given: _filled(
-                    given["root"] / "ranking", ("ablation.html", "ablation.json", "speedups.svg")
-                ),
-            ),
+            rank_ablation=self._notes("root", "execution", gives=_ranking),
             fail_ablation=self._notes("root", "execution", "message"),
             check_drafters=self._notes("context", "recipe", "grid", gives=lambda _: []),
         )
@@ -120,7 +114,11 @@ class Stages:
             assert recipe.name == "tiny"
             self.seen |= {name: _read(value) for name, value in inputs.items()}
             self.seen |= {"others": others} if others else {}
-            return _filled(context.directory(self.seen.pop("node", "stage")), names)
+            directory = context.directory(self.seen.pop("node", "stage"))
+            for name in names:
+                (directory / name).parent.mkdir(exist_ok=True)
+                (directory / name).write_text("{}")
+            return directory
 
         return stage
 
@@ -135,9 +133,10 @@ class Stages:
         return LAST if self.num_named == 2 else "first"
 
 
-def _filled(directory: Path, names: Iterable[str]) -> Path:
-    for name in names:
-        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+def _ranking(given: dict[str, Any]) -> Path:
+    directory = given["root"] / "ranking"
+    directory.mkdir(parents=True)
+    for name in ("ablation.html", "ablation.json", "speedups.svg"):
         (directory / name).write_text("{}")
     return directory
 
@@ -267,7 +266,11 @@ CASES = {
     ),
     "make_policy": Case(part="e"),
     "make_part": Case(part="e"),
-    "rank_ablation": Case(*_RANKING, _DELIVERED, values={"finished": ["p0", None]}, execution="whole"),
+    "rank_ablation": Case(
+        *("ablation.html", "ablation.json", _DELIVERED, "speedups.svg"),
+        values={"finished": ["p0", None]},
+        execution="whole",
+    ),
     "fail_ablation": Case(values=_GRID, message="no luck"),
     "check_drafters": Case(values=_FIELD, grid=_TAKES_PART),
     "bake_off": Case(

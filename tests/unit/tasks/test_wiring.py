@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flytekit import WorkflowFailurePolicy
 from flytekit.core.python_function_task import PythonFunctionTask
 from flytekit.core.workflow import PythonFunctionWorkflow
 
@@ -45,11 +46,14 @@ def test_the_store_alone_keeps_outputs_and_every_task_but_those_that_only_check_
     [(speculative_rl, fail_run), (asynchronous_rl, fail_run), (certify, fail_certificate), (bake_off, fail_bake_off)],
     ids=["chain", "asynchronous", "certify", "bake-off"],
 )
-def test_a_failed_node_closes_the_run(workflow: PythonFunctionWorkflow, closes: PythonFunctionTask) -> None:
+def test_a_failed_node_ends_no_other_and_the_run_is_closed(
+    workflow: PythonFunctionWorkflow, closes: PythonFunctionTask
+) -> None:
     workflow.compile()
 
     assert workflow.failure_node is not None
     assert workflow.failure_node.flyte_entity is closes
+    assert workflow.workflow_metadata.on_failure == WorkflowFailurePolicy.FAIL_AFTER_EXECUTABLE_NODES_COMPLETE
     assert set(closes.python_interface.inputs) == {*workflow.python_interface.inputs, "err"}
     # A local execution hands on what has a value, and nothing of an input that is None.
     left_out = [name for name, (_, given) in workflow.python_interface.inputs_with_defaults.items() if given is None]
