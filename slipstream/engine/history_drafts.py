@@ -143,7 +143,7 @@ class History:
 
     def begin(self, prompt: tuple[int, ...]) -> Running:
         """Begin an answer."""
-        answers = self._prompts.setdefault(prompt, Answers(prompt, **self._matches))
+        answers = self._prompts.setdefault(prompt, Answers(prompt, (), **self._matches))
         self._prompts.move_to_end(prompt)
         return Running(answers=answers, number=answers.begin(), num_seen=len(prompt))
 

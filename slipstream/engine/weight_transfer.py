@@ -97,12 +97,12 @@ class Slot:
 
     def read(self) -> tuple[HeldWeights, ...]:
         """Read the parts that the model computes with, without padding; raises LookupError if they are hidden."""
-        module: Any = self.module
-        held: Tensor = getattr(module, self.parameter)
-        if isinstance(module, RoutedExperts):
-            held = read_experts(module, self.parameter)
-        if self.num_inputs is not None and hasattr(module, "cpu_linear"):
-            packed = module.cpu_linear(_identity(self.num_inputs, held.dtype), held, None).t()
+        held: Tensor = getattr(self.module, self.parameter)
+        if isinstance(self.module, RoutedExperts):
+            held = read_experts(self.module, self.parameter)
+        if self.num_inputs is not None and hasattr(self.module, "cpu_linear"):
+            identity = _identity(self.num_inputs, held.dtype)
+            packed = self.module.cpu_linear(identity, held, None).t()  # type: ignore[operator]
             if held.numel() and not torch.equal(held, packed):
                 raise RuntimeError(f"{self.parts[0].name} must be what its layer multiplies with, got another weight")
             held = packed
