@@ -143,8 +143,8 @@ class Manager:
 
     def _server(self, environment: Mapping[str, str]) -> socket.socket:
         """Return the socket to the server for that environment, which is started if there is none."""
-        read = {name: value for name, value in sorted(environment.items()) if _is_read(name)}
-        key = hashlib.sha256(json.dumps(read).encode()).hexdigest()[:12]
+        read = {name: value for name, value in environment.items() if name.startswith(_READ) and name not in _NOT_READ}
+        key = hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()[:12]
         if key not in self._servers:
             self._servers[key] = _start(self._directory / f"{key}.log", read, self._modules[_ENGINE in read])
         return self._servers[key][1]
@@ -163,7 +163,3 @@ def _start(log: Path, read: Mapping[str, str], modules: Sequence[str]) -> tuple[
             pass_fds=[theirs.fileno()],
         )
     return server, ours
-
-
-def _is_read(name: str) -> bool:
-    return name.startswith(_READ) and name not in _NOT_READ
