@@ -293,7 +293,6 @@ class Run:
         steps = [record.autopilot for record in history] + [each.result.autopilot for each in pending.scored]
         if recipe.loop.mode is LoopMode.IN_FLIGHT:
             engines.run_in_flight(recipe.loop.kv_cache)  # also drops what an earlier attempt left unfinished
-        watches = k > 0 and recipe.draft.autopilot
         return FaultTolerantEngines(
             engines,
             gate,
@@ -301,7 +300,7 @@ class Run:
             max_restarts=recipe.engine.max_restarts,
             is_beside_training=not recipe.loop.is_synchronous,
             memory_sharer=learner if recipe.placement.takes_turns else None,
-            autopilot=Autopilot(self.plan.schedule, steps) if watches else None,
+            autopilot=Autopilot(self.plan.schedule, steps) if k > 0 and recipe.draft.autopilot else None,
         )
 
     def _evaluated(self, record: StepRecord, engines: FaultTolerantEngines, reward: Reward) -> StepRecord:

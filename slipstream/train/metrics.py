@@ -244,6 +244,7 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         ("spec/", record.autopilot, _AUTOPILOT_NAMES),
         ("sampling/", record.dynamic_sampling, _SAMPLING_NAMES),
         ("draft/", record.draft_decision, _DRAFT_NAMES),
+        ("draft/", record.draft_update, {"num_updates": "", "elapsed_s": "train_s"}),
         ("overlap/", record.overlap, _OVERLAP_NAMES),
         ("machine/", record.machine, {}),
     ):
@@ -258,11 +259,9 @@ def metrics_of(record: StepRecord) -> dict[str, float]:
         for position, rate in enumerate(record.acceptance.rate_by_position, start=1):
             metrics[f"spec/acceptance_rate_pos_{position}"] = rate
     if record.draft_decision is not None:
-        metrics["draft/train_s"] = 0.0 if record.draft_update is None else record.draft_update.elapsed_s
+        metrics.setdefault("draft/train_s", 0.0)
         if record.draft_version is not None:
             metrics["draft/version"] = record.draft_version
-        if record.draft_update is not None:
-            metrics["draft/loss"] = record.draft_update.loss
     return metrics | _lag_metrics(record.lags)
 
 
