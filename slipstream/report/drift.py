@@ -35,7 +35,7 @@ def setting_tags(record: RunRecord) -> dict[str, str]:
 
 
 def find_drift(subject: Execution, executions: Iterable[Execution], config: DriftConfig) -> DriftRecord:
-    """Judge the subject's results against the latest comparable ones of the `executions`, which are newest first."""
+    """Judge the subject's results by the latest comparable ones of `executions`, newest first; it may be among them."""
     earlier = comparable(subject, executions, config)
     own = {name: value for name in KINDS if (value := subject.metrics.get(f"result/{name}")) is not None}
     known = {name: _values(earlier, name) for name in own if KINDS[name].judged}

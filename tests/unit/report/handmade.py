@@ -79,17 +79,13 @@ def beside(
     """
     made = []
     for arm, seconds, factor in zip(RECORD.arms, (base_s, spec_s), (control, 1.0), strict=True):
-        steps = [step(i, generation_s=s, reward=0.5) for i, s in enumerate((50.0, *seconds))]
-        timed = (replace(each, times=_slowed(each.times, factor)) for each in steps)
-        with_drafts = (replace(each, acceptance=arm.steps[0].acceptance) for each in timed)
-        made.append(replace(arm, steps=tuple(with_drafts), steps_a_turn=steps_a_turn))
+        others = {"data_s": 0.1, "prepare_s": 0.2, "logprob_s": 0.5 * factor, "train_s": 1.2 * factor}
+        steps = [
+            replace(arm.steps[0], step=i, reward_mean=0.5, times=StageTimes.in_sequence(generation_s=s, **others))
+            for i, s in enumerate((50.0, *seconds))
+        ]
+        made.append(replace(arm, steps=tuple(steps), steps_a_turn=steps_a_turn))
     return replace(RECORD, arms=tuple(made))
-
-
-def _slowed(times: StageTimes, factor: float) -> StageTimes:
-    logprob_s, train_s = factor * times.logprob_s, factor * times.train_s
-    added_s = logprob_s + train_s - times.logprob_s - times.train_s
-    return replace(times, logprob_s=logprob_s, train_s=train_s, step_s=times.step_s + added_s)
 
 
 RECORD = replace(

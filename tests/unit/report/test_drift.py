@@ -32,13 +32,17 @@ def measured(results: Mapping[str, float]) -> dict[str, float]:
 
 
 def execution(name: str, *, seed: int = 0, **results: float) -> Execution:
+    return with_results(name, results, seed=seed)
+
+
+def with_results(name: str, results: Mapping[str, float], *, seed: int = 0) -> Execution:
     metrics = {"result/lossless": 1.0, **{f"result/{key}": value for key, value in measured(results).items()}}
     params = {**PARAMS, "grpo.seed": str(seed), "k": "3"}
     return Execution(name=name, status="FINISHED", start_ms=0, metrics=metrics, params=params, tags=TAGS)
 
 
 def before(values: list[float], name: str = "step_speedup") -> list[Execution]:
-    return [execution(f"e{index}", **{name: value}) for index, value in enumerate(values)]
+    return [with_results(f"e{index}", {name: value}) for index, value in enumerate(values)]
 
 
 def judged(value: float, earlier: list[float], *, config: DriftConfig = CONFIG, name: str = "step_speedup") -> Any:
@@ -192,7 +196,7 @@ def test_where_nothing_drifts_there_are_no_more_alarms_than_promised() -> None:
     alarms = 0
     for _ in range(400):
         drawn = [dict[str, float](zip(names, random.normal(3.0, 0.5, 4).tolist(), strict=True)) for _ in range(7)]
-        earlier = [execution(str(i), **values) for i, values in enumerate(drawn[1:])]
+        earlier = [with_results(str(i), values) for i, values in enumerate(drawn[1:])]
         alarms += bool(find_drift(subject(**drawn[0]), earlier, CONFIG).outside)
     # 1 - (1 - 0.05 / 4)^4 = 0.049 of 400 are 19.6, with a standard deviation of 4.3.
     assert 7 <= alarms <= 33

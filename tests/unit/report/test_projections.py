@@ -16,8 +16,9 @@ from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, DEMO_TUNING, ON_CORES, RECORD, demo_arms, demo_run, page_text
 
 COMPARED = compare_loops(ASYNCHRONOUS)
-LAYOUT, PREDICTED = ON_CORES.layout, predicted(ON_CORES, COMPARED)
-assert LAYOUT is not None and PREDICTED is not None
+_layout, _predicted = ON_CORES.layout, predicted(ON_CORES, COMPARED)
+assert _layout is not None and _predicted is not None
+LAYOUT, PREDICTED = _layout, _predicted
 
 
 def test_the_page_keeps_measured_and_projected_apart() -> None:
