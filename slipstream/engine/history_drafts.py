@@ -36,7 +36,7 @@ class Answers:
     """Answers to one prompt, and their index while rollouts of the prompt run."""
 
     def __init__(
-        self, prompt: Sequence[int], answers: Iterable[array[int]] = (), *, match_min: int, match_max: int
+        self, prompt: Sequence[int], answers: Iterable[array[int]] = (), /, *, match_min: int, match_max: int
     ) -> None:
         self._match_min, self._match_max = match_min, match_max
         last = list(prompt[-match_max:])

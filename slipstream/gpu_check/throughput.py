@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from slipstream.catalog import load_hardware, section_names
+from slipstream.catalog import Precision, load_hardware, section_names
 from slipstream.drafts.config import DraftConfig
 from slipstream.drafts.length import constant
 from slipstream.drafts.methods import speculative_config
@@ -157,7 +157,7 @@ def _gpu_figures(size: Size, config: LearnerConfig, tflops_per_s: float) -> dict
     name = torch.cuda.get_device_name(0).lower()
     for hardware in section_names("hardware"):
         if hardware in name:
-            figures["learner_mfu"] = 1e12 * tflops_per_s / load_hardware(hardware).flops_per_s["bfloat16"]
+            figures["learner_mfu"] = 1e12 * tflops_per_s / load_hardware(hardware).flops_per_s[Precision.BFLOAT16]
     return figures
 
 
