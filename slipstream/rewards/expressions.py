@@ -218,8 +218,10 @@ def _combined(a: Fraction, operator: ast.operator, b: Fraction) -> Fraction | No
             return a * b
         case ast.Div():
             return a / b
-    is_small = abs(b) * max(a.numerator.bit_length(), a.denominator.bit_length()) <= _MAX_BITS
-    return a**b.numerator if b.denominator == 1 and is_small and (a or b > 0) else None
+        case ast.Pow() if b.denominator == 1 and (a or b > 0):
+            is_small = abs(b) * max(a.numerator.bit_length(), a.denominator.bit_length()) <= _MAX_BITS
+            return a**b.numerator if is_small else None
+    return None
 
 
 # Comparisons.
