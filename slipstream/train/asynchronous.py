@@ -95,7 +95,8 @@ class AsyncLoop:
     def _produce(self) -> None:
         """Run the engines: consume as many prompts as the lag allows, and the weights that the trainer exports.
 
-        This thread waits for new weights once the lag allows no further group and all requested groups have returned.
+        This thread waits for new weights once the lag allows no further group and all requested groups have returned;
+        the trainer or the end of the training unblocks it.
         """
         version = self._publish(self._exports.take())
         self._submit(self.pending.under_way, version)
@@ -179,7 +180,7 @@ class AsyncLoop:
             self._generated.put((index, result, ended_s))
 
     def _score(self) -> None:
-        """Score what `produce` generated, and queue it with its rewards for training."""
+        """Score what `produce` generated, for which this thread waits, and queue it with its rewards for training."""
         max_groups = (self._lag + 1) * self._per_step
         while True:
             index, result, generated_s = self._generated.take()
@@ -192,7 +193,8 @@ class AsyncLoop:
     def _train(self, start_step: int) -> None:
         """Train the remaining steps: take one batch a step, and export the new weights at the start of the next step.
 
-        A step ends when the engines have the weights of its start; a refit that needs the learner comes first.
+        This thread waits for its batch, and at the end of a step for the engines' refit to the weights of its start,
+        which comes first where it needs the learner. `produce`, `score` or the end of the training unblocks it.
         """
         trainer, watch = self.trainer, self._watch
         versions: tuple[Versions, ...] = self.pending.published
