@@ -26,6 +26,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.v1.sample import rejection_sampler
@@ -339,6 +340,9 @@ def register() -> None:
     if current_platform.is_cpu():
         vllm_eager.register()
         _PROPOSER.propose = vllm_eager.propose
+        # Of matrices in 8 bits oneDNN's kernel serves every CPU. The one for AMX takes no float32, and adds a copy of
+        # the bias that no refit reaches.
+        scaled_mm.check_cpu_sgl_kernel = lambda *_: False
         keep_freed_memory()
     install()
 
