@@ -94,7 +94,10 @@ def _supervise(start: Callable[[], subprocess.Popen[bytes] | _Fork]) -> Outcome:
 
 
 def _wait(child: subprocess.Popen[bytes] | _Fork, caught: Sequence[int]) -> int | None:
-    """Wait for `child` to end; None if it still runs `GRACE_S` after the first signal, or after a second one."""
+    """Wait for `child`, and return its exit status; the first signal in `caught` terminates it within `GRACE_S`.
+
+    Returns None if it still runs after the grace time or a second signal.
+    """
     interrupted_s, num_asked = math.inf, 0
     while (status := child.poll()) is None:
         if caught:

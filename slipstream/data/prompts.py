@@ -85,6 +85,14 @@ class PromptSets:
     validation: tuple[Prompt, ...]
     records: tuple[DataSetRecord, ...]  # one for each source
 
+    def __post_init__(self) -> None:
+        for draft in ("draft_in_domain", "draft_general"):
+            owner: dict[str, str] = {}
+            for name in ("train", "validation", draft):
+                for prompt in getattr(self, name):
+                    other = owner.setdefault(prompt.id, name)
+                    require(other == name, f"data.{name}", f"must share no problem with {other}", prompt.text)
+
     def sizes(self) -> dict[Split, int]:
         """Return the number of distinct prompts by set."""
         return {split: len(getattr(self, split)) for split in get_args(Split)}

@@ -1,20 +1,21 @@
 """Choice of the draft length by measured time: a sweep before RL, and the autopilot during RL. Length 0 drafts nothing.
 
 Sweep (`sweep`, `choose`). Engines with different draft lengths k, and one without a draft, generate the same prompts in
-rounds. A busy machine slows all engines of a round alike, so each round gives one speedup for each k, and the median
-decides; acceptance explains the choice but does not make it. Where not all engines fit into memory at once, the middle
-of the candidates is measured first, and then the neighbours of the fastest k at the largest batch: speedup rises and
-falls once over k. A schedule needs every k.
+rounds, in another order each round. A busy machine slows all engines of a round alike, so each round gives one speedup
+for each k, and the median decides; acceptance explains the choice but does not make it. Where not all engines fit into
+memory at once, the middle of the candidates is measured first, and then the neighbours of the fastest k at the largest
+batch: speedup rises and falls once over k. A schedule needs every k.
 
 Schedule (`schedule`). The cost of a k at a running batch is the time in which every running rollout gains one token. An
 engine whose drafting is switched off still runs the draft's first pass to keep its KV cache complete, so the sweep
 measures that cost apart, as `SWITCHED_OFF`. What remains of a generation, above all the prompts, takes longer in an
 engine with a draft, and counts in the gain that a schedule must have.
 
-Autopilot (`decide`). A run stays in one mode, drafting or not, and measures the other one in single steps (probes). It
-switches when each of the last `PATIENCE_STEPS` costs more, by `_MARGIN`, than two probes no older than those steps, so
-one slow step switches nothing. The decision depends on the steps' records alone, so a resumed run decides like an
-uninterrupted one.
+Autopilot (`decide`). The cost of a step is its generation time over its generated tokens. A run stays in one mode,
+drafting or not, and measures the other one in single steps (probes): once both modes can be compared, then at growing
+intervals, and at once when the current mode seems slower. It switches when each of the last `PATIENCE_STEPS` costs
+more, by `_MARGIN`, than two probes no older than those steps, so one slow step switches nothing. The decision depends
+on the steps' records alone, so a resumed run decides like an uninterrupted one.
 """
 
 from __future__ import annotations

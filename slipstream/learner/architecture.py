@@ -180,7 +180,7 @@ class Architecture:
         config = {"tie_word_embeddings": False, **config}
         config["num_key_value_heads"] = config.get("num_key_value_heads") or config.get("num_attention_heads")
         needed = ["vocab_size", "rms_norm_eps", *_HF_NAMES.values()]
-        if family not in (QWEN3, QWEN3_MOE):  # these default to 128 in transformers, whatever the other sizes
+        if family not in (QWEN3, QWEN3_MOE):  # whose own defaults to 128 in transformers, whatever the other sizes
             needed.remove("head_dim")
         missing = [name for name in needed if config.get(name) is None]
         require(not missing, "policy.model", "must name its sizes in config.json", f"no {missing}", f"see {path}")

@@ -211,7 +211,7 @@ def forward(model: torch.nn.Module, inputs: Inputs) -> Tensor:
         input_ids=parallel.context_part(inputs.token_ids_BT, 1),
         position_ids=parallel.context_part(inputs.positions_BT, 1),
         attention_mask=None,
-        packed_seq_params=inputs.packed,
+        packed_seq_params=inputs.packed,  # of all tokens, as context-parallel attention sees them
         padding_mask=None if padding_BT is None else parallel.context_part(padding_BT, 1),
     )
 

@@ -31,7 +31,10 @@ def rounded_weights(read: Callable[[str], Tensor], to: WeightFormat) -> Callable
 
 
 def round_inputs(model: nn.Module, to: WeightFormat, *, num_ranks: int) -> None:
-    """Round the inputs of the layers' matrices as an engine of `to.num_ranks` ranks does, on one of `num_ranks`."""
+    """Round the inputs of the layers' matrices as an engine does that is split over `to.num_ranks` ranks.
+
+    The tensor-parallel ranks of this model, `num_ranks`, divide those of the engine.
+    """
     assert to.num_ranks % num_ranks == 0, "the recipe refuses it"
     num_slices = to.num_ranks // num_ranks
     for name, module in model.named_modules():

@@ -233,7 +233,7 @@ class _RmsNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        # Each rank then sees a part of the tokens: this tag makes Megatron sum the gradient over ranks.
+        # Under sequence parallelism each rank sees a part of the tokens: by this tag Megatron sums the gradient.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -267,7 +267,8 @@ def _kernels(learner: LearnerConfig) -> _Kernels:
 class _Router(TopKRouter):
     """Megatron's router, computed in the weights' type as in transformers and vLLM.
 
-    Megatron's own gating needs TransformerEngine, and its function for an expert bias, which is never there, compiles.
+    Megatron's own gating needs TransformerEngine. Its function for an expert bias, which these models lack, would be
+    compiled in the first step.
     """
 
     def gating(self, input: Tensor) -> Tensor:

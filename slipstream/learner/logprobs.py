@@ -61,7 +61,7 @@ class OutputHead:
         """Wrap the output layer of `gpt`.
 
         Args:
-            chunk_tokens: None holds the logits of a whole micro-batch at once.
+            chunk_tokens: tokens whose logits are held at once; None: those of a whole micro-batch.
             adds_to_main_grad: the weight's gradient is added to Megatron's float32 buffer directly.
         """
         self._gpt = gpt
@@ -221,7 +221,7 @@ def processed_logprobs(logits_NV: Tensor, *, temperature: float, top_p: float, t
         [N, V] float32, -inf for tokens that cannot be sampled.
     """
     scores_NV: Any = logits_NV.float() / temperature
-    tokens: Any = None  # neither rule reads those before
+    tokens: Any = None  # of the sequence, which neither rule reads
     if top_k:
         scores_NV = TopKLogitsWarper(top_k)(tokens, scores_NV)
     if top_p < 1.0:

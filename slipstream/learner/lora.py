@@ -188,7 +188,10 @@ class Adapter(torch.nn.Module):
         return _Through.apply(value, F.linear(z, b)), bias
 
     def _over_ranks(self, z: Tensor) -> Tensor:
-        """Sum A x over tensor-parallel ranks where they split the columns; where they split the rows, its gradient."""
+        """Sum A x over tensor-parallel ranks where they split the columns; where they split the rows, its gradient.
+
+        Under sequence parallelism its tokens are scattered, or gathered, as the linear's are.
+        """
         if self._by_columns:
             sums = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
         else:

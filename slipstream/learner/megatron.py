@@ -336,7 +336,8 @@ class MegatronPolicy:
     def train_step(self, update: Update, *, capture: Capture | None = None) -> Trained:
         """Do one optimizer update of the policy.
 
-        Without `trainer_logprobs` the detached logprobs of this forward pass replace them, and are returned.
+        Without `trainer_logprobs` the detached logprobs of this forward pass replace them, so that the loss has a ratio
+        of exactly 1, and are returned. Routes are replayed.
 
         Args:
             capture: collects the hidden states of this forward pass; the update does not depend on it.

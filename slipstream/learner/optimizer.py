@@ -170,6 +170,7 @@ class Training:
 
     Attributes:
         module: the model with the buffers.
+        optimizer: Megatron's, of the model's parameters.
         memory: what only updates need.
     """
 
@@ -431,7 +432,7 @@ class TrainingMemory:
     def _storages(self, tensors: Iterable[Tensor], kept: Set[int]) -> dict[int, torch.UntypedStorage]:
         """Storages of this device by address, without those in `kept` and those without memory.
 
-        Torch cannot resize a storage of which numpy has had a view, such as a checkpoint takes on a host.
+        One of which numpy has had a view, such as a checkpoint takes on a host, is left out: torch cannot resize it.
         """
         storages = [each.untyped_storage() for each in tensors if each.device.type == self._device.type]
         return {

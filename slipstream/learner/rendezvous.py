@@ -40,7 +40,7 @@ def interface_of(address: str, interfaces: Mapping[str, Iterable[Any]] | None = 
     """Find the network interface that has `address`.
 
     Args:
-        interfaces: this host's addresses by interface; None asks psutil.
+        interfaces: this host's addresses by interface, as psutil has them; None asks psutil.
     Raises:
         ConfigError: no interface has the address.
     """

@@ -239,8 +239,8 @@ def load_exactly(model: torch.nn.Module, state: Iterable[tuple[str, Tensor]]) ->
     """Copy `state`, tensor by tensor, into the parameters of `model`; names and shapes must be equal."""
     parameters = dict(model.named_parameters())
     for name, tensor in state:
-        parameter = parameters.pop(name)
-        assert parameter.shape == tensor.shape, (name, parameter.shape, tensor.shape)
+        parameter = parameters.pop(name, None)
+        assert parameter is not None and parameter.shape == tensor.shape, (name, tensor.shape)
         parameter.copy_(tensor)
     assert not parameters, parameters.keys()
 

@@ -54,7 +54,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Sampled tokens with their statistics under the policy, arrays of length N.
+    """Sampled tokens with their statistics under the policy, arrays of length N in the order of `logprobs.COLUMNS`.
 
     `sharper` and `flatter` hold one sample for each of the same prefixes, of a policy with all probabilities squared,
     and of one with their square roots (both normalized). These known biases measure the power of the tests.

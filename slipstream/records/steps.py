@@ -20,7 +20,8 @@ class AcceptanceStats:
 
     `num_accepted_tokens` leaves the bonus token out; `mean_acceptance_length` = 1 + accepted / drafts counts it.
     `accepted_by_position[i]` is the number of times that the draft's token i (from 0) was accepted, and
-    `rate_by_position[i]` this number over the drafts that had a token i.
+    `rate_by_position[i]` this number over the drafts that had a token i: where drafts differ in length, fewer have the
+    later tokens.
     """
 
     num_drafts: int

@@ -13,6 +13,8 @@ from slipstream.statistics import Estimate
 from slipstream.types import STAGES, Arm, ArmLoop, arm_name
 
 STAGE_LABELS = {stage: stage for stage in STAGES} | {"prepare": "prepare (refit)", "": "step (wall time)"}
+"""Label of each stage, and under the empty name that of the whole step."""
+
 WORKLOAD_LABELS = {"rl_zero": "RL-Zero", "rl_think": "RL-Think"}
 POLICY_LABELS = {
     "start": "before RL",

@@ -146,9 +146,11 @@ def write_report(
     """Write `report.html`, `report.json` and `figures/*.svg` into `directory`, each atomically."""
     reference = read_reference()
     drawn = draw(record, reference, projection)
-    for name, svg in drawn.items():
-        if svg:
-            write_atomic(directory / "figures" / f"{name}.svg", svg.encode())
+    files = {directory / "figures" / f"{name}.svg": svg for name, svg in drawn.items() if svg}
+    for stale in set((directory / "figures").glob("*.svg")) - files.keys():  # of an earlier attempt
+        stale.unlink()
+    for path, svg in files.items():
+        write_atomic(path, svg.encode())
     page = render_page(record, reference, projection, drift=drift, drawn=drawn)
     write_atomic(directory / "report.html", page.encode())
     write_atomic(directory / "report.json", json.dumps(report_json(record, drift), indent=1, allow_nan=False).encode())

@@ -75,13 +75,13 @@ class Scenario:
     def generation_gpus(self) -> int:
         """Number of GPUs that generate."""
         gpus = self.setting.num_gpus
-        return gpus if self.lag == 0 else round(gpus * self.generation_fraction)
+        return gpus if self.lag == 0 else max(1, round(gpus * self.generation_fraction))
 
     @property
     def training_gpus(self) -> int:
         """Number of GPUs that train; all GPUs when colocated."""
         gpus = self.setting.num_gpus
-        return gpus if self.lag == 0 else gpus - self.generation_gpus
+        return gpus if self.lag == 0 else max(1, gpus - self.generation_gpus)
 
     @property
     def shape(self) -> RolloutShape:

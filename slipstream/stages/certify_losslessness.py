@@ -154,7 +154,7 @@ def _drawn(
     config, k, num_steps = recipe.losslessness, length.num_speculative_tokens, recipe.grpo.num_steps
     is_in_flight = k > 0 and recipe.loop.in_flight_kv_cache is not None
     kv_cache = KvCache.RECOMPUTE if is_in_flight else None
-    first_draft = None if trained_draft is None else draft
+    first_draft = None if trained_draft is None else draft  # else the engine keeps the one that it has
     room = recipe.engine.num_engines * recipe.engine.max_num_seqs
     with (
         recipe_engine(

@@ -131,7 +131,9 @@ def train_on(
             on_step(step, loss)
             bar.advance(text=f"loss {loss:.3f}")
 
-        num, losses, found = teach(learner, recipe, policy, train, heldout, directory, on_each_step)
+        num, losses, found = teach(
+            learner, recipe, policy, train=train, heldout=heldout, into=directory, log=on_each_step
+        )
     return DraftRecord(
         method=config.method.value,
         init=config.init.value,
@@ -165,7 +167,14 @@ def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Pa
 
 
 def _teach_states(
-    learner: RemoteLearner, recipe: Recipe, policy: Path, train: Responses, heldout: Responses, into: Path, log: OnStep
+    learner: RemoteLearner,
+    recipe: Recipe,
+    policy: Path,
+    *,
+    train: Responses,
+    heldout: Responses,
+    into: Path,
+    log: OnStep,
 ) -> tuple[int, list[float], DraftProgress]:
     """Train a one-layer draft on the policy's hidden states; return parameters, losses and held-out acceptance."""
     config, temperature = recipe.draft, recipe.sampling.temperature
@@ -189,7 +198,14 @@ def _teach_states(
 
 
 def _teach_responses(
-    learner: RemoteLearner, recipe: Recipe, policy: Path, train: Responses, heldout: Responses, into: Path, log: OnStep
+    learner: RemoteLearner,
+    recipe: Recipe,
+    policy: Path,
+    *,
+    train: Responses,
+    heldout: Responses,
+    into: Path,
+    log: OnStep,
 ) -> tuple[int, list[float], DraftProgress]:
     """Train a small language model on the policy's responses; return the same as `_teach_states`."""
     config, temperature = recipe.draft, recipe.sampling.temperature

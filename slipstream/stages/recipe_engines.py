@@ -32,7 +32,8 @@ def recipe_engine(
     """Engine with `k` draft tokens, the largest of a schedule; nothing but speculation depends on `k`.
 
     Args:
-        kv_cache: treatment of keys and values when new weights enter in flight; None: none do.
+        draft: output of `pretrain_draft`, or its weights; None where nothing is drafted, or drafts are looked up.
+        kv_cache: treatment of keys and values when new weights enter in flight; None: the engine takes none in flight.
     """
     speculative = None
     if k:

@@ -144,7 +144,9 @@ def decode(tokenizer: PreTrainedTokenizerBase) -> Callable[[Sequence[int], Seque
     hidden = {index for index, token in added.items() if token.special} - tags
 
     def text(token_ids: Sequence[int]) -> str:
-        return str(tokenizer.decode([index for index in token_ids if index not in hidden]))
+        found = tokenizer.decode([index for index in token_ids if index not in hidden])
+        assert isinstance(found, str)  # of one sequence
+        return found
 
     def of_response(prompt: Sequence[int], response: Sequence[int]) -> str:
         # The policy's turn begins after the last token that only templates write; without one it may begin anywhere.

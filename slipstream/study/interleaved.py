@@ -75,7 +75,6 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
             try:
                 members[drafter] = _pretrained(part, drafter, own, policy=policy, data=data)
             except Exception as error:
-                execution_run(part, own).close(RunStatus.FAILED)
                 logger.exception("bake_off: %s drops out, the others continue", drafter.name)
                 ended[drafter] = f"{type(error).__name__}: {error}"
         for number, group in enumerate(_groups(list(members), recipe.tuning.max_live_engines - 1), start=1):
@@ -98,15 +97,19 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
 def _pretrained(context: RunContext, drafter: Variant, recipe: Recipe, *, policy: Path, data: Path) -> _Member:
     """Pretrain the draft of a drafter; drafters that differ only in training during RL share one draft."""
     execution_run(context, recipe, params=parameters(recipe)).detach()
-    length = given_length(recipe, drafter.setting.num_speculative_tokens)
-    draft = pretrain_draft(context, recipe, policy=policy, data=data)
-    fitting_weights(recipe, policy, draft)
-    return _Member(
-        context=context,
-        recipe=recipe,
-        plan=arm_plan(recipe, Arm.SPECULATIVE, policy=policy, draft=draft, length=length, label=drafter.name),
-        pretraining_s=read_record(DraftRecord, draft / "draft.json").elapsed_s if drafter.setting.init else 0.0,
-    )
+    try:
+        length = given_length(recipe, drafter.setting.num_speculative_tokens)
+        draft = pretrain_draft(context, recipe, policy=policy, data=data)
+        fitting_weights(recipe, policy, draft)
+        return _Member(
+            context=context,
+            recipe=recipe,
+            plan=arm_plan(recipe, Arm.SPECULATIVE, policy=policy, draft=draft, length=length, label=drafter.name),
+            pretraining_s=read_record(DraftRecord, draft / "draft.json").elapsed_s if drafter.setting.init else 0.0,
+        )
+    except Exception:
+        execution_run(context, recipe).close(RunStatus.FAILED)
+        raise
 
 
 def _groups(drafters: Sequence[Variant], size: int) -> Iterator[Sequence[Variant]]:

@@ -6,6 +6,7 @@ import logging
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from slipstream.config import ConfigError, require
@@ -67,12 +68,18 @@ class SpoolReplay:
         if part.end_offset == self._offset:
             self._send_missing()
             return False
-        points, attempt = self._new_points(part.events)
-        self._store.send_metrics(self.run_id, points)
-        for event in part.events:
-            self._send(event)
-        self._offset, self._attempt = part.end_offset, attempt  # a slice that failed is sent again as a whole
-        self.num_points += len(points)
+        attempt, num_points = self._attempt, 0  # a slice that fails is sent again as a whole
+        for is_metrics, events in groupby(part.events, key=lambda event: event.kind == "metrics"):
+            if is_metrics:
+                points, _ = self._new_points(events, attempt)
+                self._store.send_metrics(self.run_id, points)
+                num_points += len(points)
+            else:
+                for event in events:
+                    attempt += event.kind == "open"
+                    self._send(event)
+        self._offset, self._attempt = part.end_offset, attempt
+        self.num_points += num_points
         if part.num_broken_lines:
             self.num_broken_lines += part.num_broken_lines
             log.warning("%s: left out %d line(s) that a crash cut off", self._path, part.num_broken_lines)
@@ -117,12 +124,12 @@ class SpoolReplay:
             part = read_spool(self._path, offset=self._offset, max_bytes=max(1, offset - self._offset - 1))
             if part.end_offset == self._offset:
                 break
-            _, self._attempt = self._new_points(part.events)
+            _, self._attempt = self._new_points(part.events, self._attempt)
             self._offset = part.end_offset
 
-    def _new_points(self, events: Iterable[Event]) -> tuple[list[Point], int]:
+    def _new_points(self, events: Iterable[Event], attempt: int) -> tuple[list[Point], int]:
         """Points that no earlier attempt made, with results of a whole run; and the number of the last attempt."""
-        points, attempt = [], self._attempt
+        points = []
         for event in events:
             attempt += event.kind == "open"
             for name, value in event.metrics.items():

@@ -193,8 +193,9 @@ class AsyncLoop:
     def _train(self, start_step: int) -> None:
         """Train the remaining steps: take one batch a step, and export the new weights at the start of the next step.
 
-        This thread waits for its batch, and at the end of a step for the engines' refit to the weights of its start,
-        which comes first where it needs the learner. `produce`, `score` or the end of the training unblocks it.
+        This thread waits for the learner's export; for its batch, in flight one that leaves nothing overdue to the next
+        step; and at the end of the step for the engines' refit. A refit that needs the learner comes first as a whole.
+        `produce`, `score` or the end of the training unblocks it.
         """
         trainer, watch = self.trainer, self._watch
         versions: tuple[Versions, ...] = self.pending.published
@@ -287,7 +288,7 @@ def overdue(started: Mapping[int, int], step: int, *, lag: int) -> set[int]:
 def num_missing(there: Sequence[int], started: Mapping[int, int], step: int, *, lag: int, per_step: int) -> int:
     """Number of groups that this step has to take and that are not among `there` yet."""
     required = _required(started, step, lag=lag, per_step=per_step)
-    return max(0, *(num - sum(started[index] <= version for index in there) for version, num in required))
+    return max([0, *(num - sum(started[index] <= version for index in there) for version, num in required)])
 
 
 def choose_batch(

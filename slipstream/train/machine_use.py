@@ -53,11 +53,13 @@ class Counters:
     cores: tuple[int, ...] | None  # ticks by state, over the cores that this process may run on
     own_ticks: Mapping[tuple[int, int], int] | None  # by process id and start, with those of ended children
     pressure_us: int | None
+    gpus: tuple[float | None, tuple[str, ...]] = (None, ())  # SM clock and reasons to throttle at that time
 
 
-def read_counters(proc: Path = _PROC) -> Counters:
-    """Read this machine's counters."""
+def read_counters(proc: Path = _PROC, *, nvml: Any = None) -> Counters:
+    """Read this machine's counters; `nvml` None takes the installed library, if it finds a GPU."""
     return Counters(
+        gpus=_gpu_clocks(_nvml() if nvml is None else nvml),  # first: after a step GPUs soon idle
         at_s=time.perf_counter(),
         cores=_readable(lambda: _core_ticks((proc / "stat").read_text(), os.sched_getaffinity(0))),
         own_ticks=_readable(lambda: _own_ticks(proc)),
@@ -65,11 +67,9 @@ def read_counters(proc: Path = _PROC) -> Counters:
     )
 
 
-def use_between(
-    before: Counters, after: Counters, *, proc: Path = _PROC, cpus: Path = _CPUS, nvml: Any = None
-) -> MachineUse:
-    """Use of this machine between two readings, with its present load and clocks; None takes the installed NVML."""
-    sm_clock_mhz, throttle_reasons = _gpu_clocks(_nvml() if nvml is None else nvml)
+def use_between(before: Counters, after: Counters, *, proc: Path = _PROC, cpus: Path = _CPUS) -> MachineUse:
+    """Use of this machine between two readings, with its present load and clock, and the GPUs of the second reading."""
+    sm_clock_mhz, throttle_reasons = after.gpus
     other, steal = _core_fractions(before, after)
     pressure = None
     if before.pressure_us is not None and after.pressure_us is not None and after.at_s > before.at_s:

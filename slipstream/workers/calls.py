@@ -93,7 +93,7 @@ class Crew:
         return lambda: self.gather(what, calls, deadline=deadline)
 
     def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> tuple[Worker, Any]:
-        """Return the first of `calls` to some of the workers that is answered; raises as `gather` does."""
+        """Return the first of `calls` to some of the workers that is answered; a LostWorkerError if none is in time."""
         done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self.deadline.seconds)
         if done:
             return next(call for call in calls if call[1] == done[0])
@@ -115,7 +115,7 @@ class Crew:
         failed: list[Exception] = []
         end_s = time.monotonic() + deadline.seconds
         while waiting:
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.0, end_s - time.monotonic()))
+            done, _ = ray.wait(list(waiting), num_returns=1, timeout=max(0.1, end_s - time.monotonic()))
             if not done:
                 break
             worker = waiting.pop(done[0])
@@ -163,10 +163,14 @@ class Proxy:
         return lost
 
     def limit_threads(self, node_id: str, num_threads: int | None) -> None:
-        """Limit the threads of each worker on a node, where it shares the cores with others; None ends the limit."""
+        """Limit the threads of each worker on a node, where it shares the cores with others; None ends the limit.
+
+        Workers elsewhere have no limit but their own.
+        """
         self._limit = None if num_threads is None else (node_id, num_threads)
-        here = [worker for worker in self.workers if worker.node_id == node_id]
-        self._crew.gather("limit_threads", [(each, each.actor.limit_threads.remote(num_threads)) for each in here])
+        own = [num_threads if worker.node_id == node_id else None for worker in self.workers]
+        calls = [(each, each.actor.limit_threads.remote(num)) for each, num in zip(self.workers, own, strict=True)]
+        self._crew.gather("limit_threads", calls)
 
     def forget_limit(self) -> None:
         """Give no limit of before to a worker that replaces another; those that run keep theirs."""
@@ -313,7 +317,7 @@ def process_states(workers: Sequence[Worker]) -> dict[Worker, str]:
     end_s = time.monotonic() + _PROBE_S
     for worker, ref in asked.items():
         with suppress(RayError):
-            states[worker] = ray.get(ref, timeout=max(0.0, end_s - time.monotonic()))
+            states[worker] = ray.get(ref, timeout=max(0.1, end_s - time.monotonic()))
     return states
 
 

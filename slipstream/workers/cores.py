@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-import psutil
-
 from slipstream.workers.calls import Proxy
 
 logger = logging.getLogger(__name__)
@@ -61,5 +59,6 @@ def set_threads(count: int) -> None:
 
 @lru_cache(maxsize=1)
 def _runtimes() -> tuple[ctypes.CDLL, ...]:
-    paths = sorted(each.path for each in psutil.Process().memory_maps())
-    return tuple(ctypes.CDLL(path) for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    mapped = sorted({line[5] for line in lines if len(line) == 6})  # anonymous memory has no sixth column
+    return tuple(ctypes.CDLL(path) for path in mapped if Path(path).name.startswith(("libgomp", "libiomp", "libomp")))

@@ -146,7 +146,7 @@ class RemoteEngine(Proxy):
     ) -> None:
         """Take engines that have started, of which each runs `max_num_seqs` rollouts at once; None sets no limit.
 
-        After a loss, `start` starts the engine of a number again.
+        After a loss, `start` starts the engine of a number again; without it a lost engine stays lost.
         """
         super().__init__(engines, deadline)
         self._start = start

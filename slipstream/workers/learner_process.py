@@ -51,7 +51,7 @@ class LearnerProcess:
     def __init__(
         self, config: LearnerConfig, *, rank: int = 0, world_size: int = 1, logical_gpus: bool = False
     ) -> None:
-        """Start without a process group, which `join` forms; the rank may use the CPU if GPUs are logical."""
+        """Start without a process group, which `join` forms; a rank whose GPU is only counted may use the CPU."""
         self._rank = rank
         if not logical_gpus:
             require_gpu(f"learner rank {rank}", problem=_without_cuda)
@@ -237,7 +237,7 @@ class LearnerProcess:
     def start_draft(
         self, policy: Path, config: DraftConfig, given: Path | None = None, token_ids: Sequence[int] | None = None
     ) -> int:
-        """Make a fresh draft of `token_ids`, or load the `given` one; returns the number of trained parameters."""
+        """Make a draft that knows `token_ids` (None: all), or load the `given` one; returns its parameter count."""
         require_here(given)
         self._draft = start_training(
             self._loaded, policy, config, self._config, writes=self._rank == 0, given=given, token_ids=token_ids

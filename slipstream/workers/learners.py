@@ -257,7 +257,7 @@ class RemoteLearner(Proxy):
     def start_fingerprints(
         self, dtypes: Mapping[str, str], turn: Turn, *, is_draft: bool = False
     ) -> Callable[[], dict[str, int]]:
-        """Begin to fingerprint the tensors in `turn`; returns a function that waits for the fingerprints."""
+        """Begin to fingerprint the tensors in `turn` as engines with these types must hold them; returns a wait."""
         what = "draft_fingerprints" if is_draft else "weight_fingerprints"
         wait = self._crew.start(what, lambda rank: rank.weight_fingerprints.remote(dtypes, turn, is_draft=is_draft))
         return lambda: weight_totals(wait())

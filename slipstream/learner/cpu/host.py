@@ -27,7 +27,10 @@ def is_cpu_only() -> bool:
 
 
 def install() -> None:
-    """Give Megatron a random-number tracker without CUDA generators, which it forks around dropout of always 0."""
+    """Give Megatron a random-number tracker without CUDA generators; a second call changes nothing.
+
+    Under sequence parallelism Megatron forks the tracker around dropout, which is always 0.
+    """
     if is_cpu_only() and not isinstance(megatron_random._CUDA_RNG_STATE_TRACKER, _NoRngTracker):
         megatron_random._CUDA_RNG_STATE_TRACKER = _NoRngTracker()
         megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True

@@ -385,3 +385,9 @@ def test_a_set_that_is_too_small_for_a_batch_of_groups_is_refused() -> None:
     rule = r"^tuning\.batch_sizes must be <= 32: 8 rollouts \(grpo\.group_size\) for each of the 4 distinct prompts"
     with pytest.raises(ConfigError, match=rf"{rule} in data\.train, got 40"):
         require_size(SETS, "train", "tuning.batch_sizes", 40, rollouts_per_prompt=8)
+
+
+def test_sets_that_share_a_problem_are_refused() -> None:
+    train, drafts = (prompt("1+1=?"),), {"draft_in_domain": (prompt("2+2=?"),), "draft_general": (prompt("a"),)}
+    with pytest.raises(ConfigError, match=r"data\.validation must share no problem with train, got '1\+1=\?'"):
+        PromptSets(train=train, **drafts, validation=train, records=())

@@ -176,7 +176,8 @@ def test_a_policy_resumes_from_its_adapters_bit_for_bit(
 
 def test_targets_that_no_adapter_has_are_refused() -> None:
     unknown = rf"targets\[1\] must be one of {', '.join(LoraTarget)}, got 'qkv_proj'"
-    for targets, message in ((["q_proj", "qkv_proj"], unknown), ([], "targets must not be empty")):
+    twice = ["q_proj", "q_proj"], "targets must name each matrix once"
+    for targets, message in ((["q_proj", "qkv_proj"], unknown), ([], "targets must not be empty"), twice):
         with pytest.raises(ConfigError, match=rf"policy\.lora\.{message}"):
             from_mapping(PolicyConfig, {"model": "m", "lora": {"targets": targets}}, "policy")
 

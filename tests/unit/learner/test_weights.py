@@ -135,3 +135,14 @@ def test_a_config_says_which_layers_have_experts(tmp_path: Path) -> None:
 def test_a_mixture_that_cannot_be_trained_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         _read(tmp_path, **change)
+
+
+def test_queries_keys_and_values_are_interleaved_by_key_value_head() -> None:
+    rows = {"q": 8, "k": 4, "v": 4}  # head dim 2: heads q0 q1 | q2 q3 share k0 | k1
+    full = random_hf(ARCH)
+    for name, count in rows.items():
+        start = {"q": 0, "k": 100, "v": 200}[name]
+        full[f"model.layers.0.self_attn.{name}_proj.weight"] = torch.arange(start, start + count)[:, None].expand(-1, 6)
+    second = Shard(tensor_rank=1, tensor_size=2)
+    qkv = dict(shard_from_hf(full.__getitem__, ARCH, second))["decoder.layers.0.self_attention.linear_qkv.weight"]
+    assert qkv[:, 0].tolist() == [4, 5, 6, 7, 102, 103, 202, 203]

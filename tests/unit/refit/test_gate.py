@@ -396,3 +396,21 @@ def test_a_channel_that_keeps_nothing_can_deliver_nothing_again() -> None:
     passed = gate(Engines(), counts=False)
     passed.refit(4)
     assert not passed.deliver_again(4)
+
+
+def test_the_state_is_checked_where_the_tensors_are_not() -> None:
+    engine = Engines()
+    checked = gate(engine, every=9)
+    checked.refit(0)
+    engine.lie = {"policy_version": 0}
+    with pytest.raises(RefitError, match="engine 1 must hold policy version 1, got 0"):
+        checked.refit(1)
+
+
+def test_new_engines_that_took_other_bytes_are_refused() -> None:
+    engine = Engines()
+    passed = gate(engine)
+    passed.refit(4)
+    engine.lie = {"policy_digest": "other"}
+    with pytest.raises(RefitError, match="engine 1 must read policy version 4 as the learner wrote it"):
+        passed.deliver_again(4)

@@ -262,7 +262,9 @@ def test_a_stage_that_the_arms_left_out_is_said_to_be_and_not_timed_as_zero() ->
     assert "the training pass gives the same log-probabilities" not in page_text(RECORD)
 
 
-def test_report_is_written_as_page_and_json(tmp_path: Path) -> None:
+def test_report_is_written_as_page_and_json_without_figures_of_an_earlier_attempt(tmp_path: Path) -> None:
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "gone.svg").touch()
     write_report(RECORD, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report_json(RECORD)))
     assert (tmp_path / "report.html").read_text() == render_page(RECORD, REFERENCE, drawn=drawn())

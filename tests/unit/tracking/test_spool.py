@@ -1,11 +1,11 @@
 """Spools read without a server: what an execution has cost, worked by hand, and the end of what a process left open."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from slipstream.tracking.replay import replay, unsent
+from slipstream.tracking.replay import SpoolReplay, replay, unsent
 from slipstream.tracking.spool import (
     GPUS_TAG,
     Event,
@@ -47,6 +47,26 @@ def test_open_runs_of_the_execution_are_ended_and_no_other(tmp_path: Path) -> No
     last = read_spool(torn).events[-1]
     assert (last.kind, last.status) == ("end", "KILLED")
     assert end_open_runs(tmp_path, "run", RunStatus.KILLED) == []
+
+
+def test_a_replay_sends_a_spool_in_its_order(tmp_path: Path) -> None:
+    """A server that refuses points has the name of their run, and does not show it as ended."""
+
+    class Store:
+        uri = "fake"
+
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def attach(self, header: RunHeader, **_: Any) -> str:
+            return header.key
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *_, **__: self.calls.append(name)
+
+    path, store = write(tmp_path, "run", is_ended=True), Store()
+    assert SpoolReplay(path, cast(Any, store)).advance()
+    assert store.calls == ["start", "send_metrics", "end"]
 
 
 def test_a_replay_brings_the_end_to_the_server(stored_root: Path) -> None:

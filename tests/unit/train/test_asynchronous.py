@@ -559,3 +559,13 @@ def test_more_than_a_batch_that_has_to_be_taken_is_a_mistake_of_the_steps_before
     with pytest.raises(AssertionError, match="3 groups of version 0 or before have to be taken in step 2"):
         taken([3, 4], started, 2, lag=2, per_step=2)
     assert taken([3, 4, 5], started, 2, lag=2, per_step=3) == [3, 4, 5]
+
+
+def test_delivery_that_training_waits_for_counts_as_publication_and_not_as_generation() -> None:
+    """Delivery takes 0.1 s and generation 0.2, at least, one after the other, and training nothing."""
+    world = World()
+    world.deliver, world.generate = slowly(world.deliver, 0.1), slowly(world.generate, 0.2)
+    times = [record.times for record in one_step_off(world, 1)[1:-1]]
+    assert median(each.prepare_s for each in times) >= 0.1 * 0.9
+    assert all(each.generation_s > 0 for each in times)
+    assert all(each.prepare_s + each.generation_s <= each.step_s * 1.01 for each in times)

@@ -282,3 +282,10 @@ def test_a_checkpoint_that_cannot_be_removed_stops_no_save(tmp_path: Path, monke
     monkeypatch.setattr(storage.shutil, "rmtree", refuse)
     save(checkpoints, 3)
     assert names(tmp_path) == named(1, 2, 3)
+
+
+def test_strays_alone_are_no_run_to_go_on_with(tmp_path: Path) -> None:
+    (tmp_path / "step-000004").touch()
+    (tmp_path / "step-000005").mkdir()
+    (tmp_path / "step-000006").symlink_to(tmp_path / "nowhere")
+    assert saved(tmp_path).restore(FileLearner()) == ([], None)

@@ -88,7 +88,8 @@ class Ends(BareLearner):
         self.updates.append(update)
         number = len(self.updates)
         stats = replace(STATS, loss=0.1 * number, grad_norm=1.0 * number)
-        own = [np.array([-0.75, -0.75], dtype=np.float32) for _ in update.batch.token_ids]
+        lengths = [len(logprobs) for logprobs in update.batch.rollout_logprobs]
+        own = [np.full(length, -0.75, dtype=np.float32) for length in lengths]
         return Trained(stats=stats, own_logprobs=own if update.trainer_logprobs is None else None)
 
     @property
@@ -370,6 +371,14 @@ def test_the_draft_is_asked_before_the_update_and_trained_in_it_where_it_says_so
     assert [update.trains_draft for update in learner.updates] == [answer is not None and answer.trains]
     assert (record.draft_decision, record.overlap) == (answer, OVERLAP)
     assert draft.noted == [record]
+
+
+def test_the_longest_response_of_a_step_is_recorded() -> None:
+    own = {"prompt_id": PROMPTS[0].id, "policy_version": 3, "draft_version": 6}
+    rollouts = rollout((7,), (-0.5,), **own), rollout((7, 8, 2), (-0.5, -0.5, -0.5), **own)
+    groups = (RolloutGroup(prompt=PROMPTS[0], rollouts=rollouts),)
+    result = GenerationResult(groups=groups, acceptance=None, generation_s=1.0)
+    assert stepped(Ends(), result).longest_response_tokens == 3
 
 
 def test_a_loop_that_may_lag_shows_ratios_although_nothing_is_corrected() -> None:

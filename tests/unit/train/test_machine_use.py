@@ -79,8 +79,8 @@ def counters(tmp_path: Path, *args: Any, at_s: float = 0.0, **changes: Any) -> C
     return replace(read_counters(machine(tmp_path, *args, **changes)), at_s=at_s)
 
 
-def use(tmp_path: Path, before: Counters, after: Counters, nvml: Any = None) -> MachineUse:
-    return use_between(before, after, proc=tmp_path / "proc", cpus=tmp_path / "cpus", nvml=nvml)
+def use(tmp_path: Path, before: Counters, after: Counters) -> MachineUse:
+    return use_between(before, after, proc=tmp_path / "proc", cpus=tmp_path / "cpus")
 
 
 def test_other_processes_are_what_keeps_the_cores_busy_beside_the_processes_of_the_run(tmp_path: Path) -> None:
@@ -181,16 +181,14 @@ def test_a_container_that_hides_its_processes_shows_the_steal_alone(tmp_path: Pa
 def test_gpus_that_work_tell_their_clock_and_what_holds_it_down(tmp_path: Path) -> None:
     """An idle GPU's low clock says nothing; a clock that its own settings ask for (0x2) is no throttling."""
     nvml = fake_nvml((0x44, 1200), (0x1, 345), (0x2, 1800))
-    nothing = read_counters(tmp_path)
-    found = use(tmp_path, nothing, nothing, nvml)
+    found = use(tmp_path, read_counters(tmp_path), read_counters(tmp_path, nvml=nvml))
     assert (found.sm_clock_mhz, found.throttle_reasons) == (1500.0, ("power cap", "hardware thermal slowdown"))
     assert nvml.asked == [(0, nvml.NVML_CLOCK_SM), (2, nvml.NVML_CLOCK_SM)]
 
 
 @pytest.mark.parametrize("nvml", [fake_nvml((0x1, 345)), fake_nvml((0x0, 1200), has_clocks=False), fake_nvml()])
 def test_gpus_that_are_idle_or_refuse_to_tell_are_not_recorded(nvml: Any, tmp_path: Path) -> None:
-    nothing = read_counters(tmp_path)
-    assert use(tmp_path, nothing, nothing, nvml) == NOTHING
+    assert use(tmp_path, read_counters(tmp_path), read_counters(tmp_path, nvml=nvml)) == NOTHING
 
 
 def test_this_machine_counts_the_work_of_a_child_as_the_runs_own() -> None:

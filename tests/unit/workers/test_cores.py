@@ -30,8 +30,8 @@ def test_workers_of_this_host_get_equal_shares_in_the_block_and_others_keep_thei
     monkeypatch.setattr(cores, "num_cores", lambda: num_cores)
     engines, learner = Party("here", "elsewhere"), Party("here")
     with shared_cores("here", engines, learner):
-        assert (engines.told, learner.told) == ([[num_threads], []], [[num_threads]])
-    assert (engines.told, learner.told) == ([[num_threads, None], []], [[num_threads, None]])
+        assert (engines.told, learner.told) == ([[num_threads], [None]], [[num_threads]])
+    assert (engines.told, learner.told) == ([[num_threads, None], [None, None]], [[num_threads, None]])
 
 
 def test_after_an_error_no_limit_is_left_for_a_worker_that_replaces_another_and_none_is_called() -> None:
