@@ -5,7 +5,6 @@ With `Setting.is_dry` shapes are tiny, processes compute on the CPU in float32, 
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -44,6 +43,7 @@ from slipstream.refit.channel import open_channel
 from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
+from slipstream.stages.support import installed_version
 from slipstream.types import Dtype, Prompt, Rollout, TrainBatch
 from slipstream.workers.placement.config import Layout, MemoryUse, PlacementConfig
 
@@ -123,30 +123,8 @@ class Setting:
         return start_learner(self.learner(**changed), layout=layout or self.layout())
 
     def policy(self, name: str, seed: int, **shape: int) -> Path:
-        """Write a random Qwen3 whose distributions are far from uniform, so that a wrong weight shows."""
-        import torch
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        from slipstream.data.tokenizer import write_tokenizer
-
-        path = self.work / name
-        write_tokenizer(path, max_length=256)
-        torch.manual_seed(seed)
-        sizes: dict[str, Any] = {
-            "vocab_size": VOCAB,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "max_position_embeddings": 256,
-        }
-        config = Qwen3Config(
-            **{**sizes, **shape}, tie_word_embeddings=False, initializer_range=0.2, eos_token_id=3, pad_token_id=0
-        )
-        Qwen3ForCausalLM(config).save_pretrained(path)
-        return path
+        """Write a random policy into the stage's own directory."""
+        return random_policy(self.work / name, seed, **shape)
 
     def draft(self, policy: Path) -> Path:
         """Write a random draft of `policy`."""
@@ -155,6 +133,36 @@ class Setting:
         path = policy.with_name(f"{policy.name}_draft")
         save_draft(build_draft(policy, DraftConfig(seed=5)), path)
         return path
+
+
+def random_policy(path: Path, seed: int, **shape: int) -> Path:
+    """Write a random Qwen3 with the character tokenizer; its distributions are far from uniform: a wrong weight shows.
+
+    Args:
+        shape: sizes of a Qwen3Config in place of those here.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from slipstream.data.tokenizer import write_tokenizer
+
+    write_tokenizer(path, max_length=256)
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 256,
+    }
+    config = Qwen3Config(
+        **{**sizes, **shape}, tie_word_embeddings=False, initializer_range=0.2, eos_token_id=3, pad_token_id=0
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
 
 
 def environment(at: Setting) -> None:
@@ -187,10 +195,7 @@ def _missing_packages(at: Setting) -> Iterator[str]:
     pins = dict(re.findall(r"^([\w.-]+)==([^\s;+]+)", lock.read_text(), re.MULTILINE))
     differing = []
     for name, wanted in pins.items():
-        try:
-            found = importlib.metadata.version(name).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            found = "nothing"
+        found = (installed_version(name) or "nothing").partition("+")[0]
         if found != wanted:
             differing.append(f"{name} {wanted}, got {found}")
     core = _CPU_CORE if at.is_dry else _CORE
