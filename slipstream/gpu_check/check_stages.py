@@ -122,10 +122,6 @@ class Setting:
 
         return start_learner(self.learner(**changed), layout=layout or self.layout())
 
-    def policy(self, name: str, seed: int, **shape: int) -> Path:
-        """Write a random policy into the stage's own directory."""
-        return random_policy(self.work / name, seed, **shape)
-
     def draft(self, policy: Path) -> Path:
         """Write a random draft of `policy`."""
         from slipstream.drafts.eagle3 import build_draft, save_draft
@@ -306,7 +302,7 @@ def _check_conditionals(at: Setting, device: Any) -> None:
 
 def engine(at: Setting) -> None:
     """vLLM without graphs and drafts: one seed gives one sample, and its logprobs are the learner's in float32."""
-    policy = at.policy("policy", 0)
+    policy = random_policy(at.work / "policy", 0)
     starting = at.start_engine(policy, config=replace(at.engine(), enforce_eager=True))
     start_s = time.perf_counter()
     with starting as engines:
@@ -335,7 +331,7 @@ def _check_logprobs(at: Setting, result: GenerationResult, learner: Any) -> None
 
 def speculation(at: Setting) -> None:
     """EAGLE-3 under graphs: the sampler's own check, seeds, counters, k that changes, and the certificate."""
-    policy = at.policy("policy", 0)
+    policy = random_policy(at.work / "policy", 0)
     told = speculative_config(DraftConfig(), at.draft(policy), _K, schedule=constant(_K))
     with at.start_engine(policy, speculative_config=told) as engines:
         first = _sampled_twice(at, engines)
@@ -395,7 +391,7 @@ def _certify(at: Setting, engines: Any, policy: Path) -> None:
 
 def refit(at: Setting) -> None:
     """Policy and online draft over the fast channel under graphs: bits, several refits, and one in flight."""
-    old, new = at.policy("old", 0), at.policy("new", 1)
+    old, new = random_policy(at.work / "old", 0), random_policy(at.work / "new", 1)
     start = WeightFiles(policy=old, policy_version=0, draft=at.draft(old))
     told = speculative_config(DraftConfig(), start.draft, _K)
     fast = Channel.GLOO if at.is_dry else Channel.IPC
@@ -462,7 +458,7 @@ def in_turn(at: Setting) -> None:
     """Three steps in which learner and engine give each other their memory, as the driver counts it."""
     from slipstream.train.recovery import FaultTolerantEngines
 
-    policy, layout = at.policy("policy", 0), at.layout(takes_turns=True)
+    policy, layout = random_policy(at.work / "policy", 0), at.layout(takes_turns=True)
     with at.start_engine(policy, layout=layout) as engines, at.start_learner(layout=layout) as learner:
         learner.load(policy, _OPTIMIZER)
         if not at.is_dry:
@@ -538,7 +534,7 @@ def several(at: Setting) -> None:
 
     if not at.is_dry and (num := torch.cuda.device_count()) < 2:
         raise Skipped(f"needs two GPUs, and this machine has {num}")
-    old, new = at.policy("old", 0), at.policy("new", 1, num_key_value_heads=2)
+    old, new = random_policy(at.work / "old", 0), random_policy(at.work / "new", 1, num_key_value_heads=2)
     _refit_between(at, old)  # the layout below reserves both GPUs
     layout, split = at.layout(num_gpus=2), ParallelConfig(tensor=2)
     rows = [[*range(4, 40)], [*range(40, 4, -1)]]
