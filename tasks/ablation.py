@@ -12,14 +12,13 @@ from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
 from slipstream.drafts.config import DraftInit, DraftMethod
-from slipstream.kubernetes.profile import shared_root
 from slipstream.stages.context import RunContext, requested
 from slipstream.study import apart as stage
 from slipstream.study.variants import Grid, Kind, chosen_seeds, day_seed
 from slipstream.types import Workload
 from tasks.deliverables import handed_on
 from tasks.recoverable import recoverable
-from tasks.resources import CHECKING, CLUSTER, PREPARING, TRAINING, on_cpus, on_gpus, runs_locally
+from tasks.resources import CHECKING, CLUSTER, PREPARING, TRAINING, on_cpus, on_gpus, root_of
 from tasks.start_run import execution_name
 
 
@@ -66,7 +65,7 @@ def plan_ablation(  # noqa: PLR0913  # one input a line of the launch form
     planned = stage.plan_ablation(
         recipe,
         grid,
-        root=shared_root(run_root, CLUSTER, is_local=runs_locally()),
+        root=root_of(run_root),
         execution=execution_name(recipe),
         requested=requested(overrides, num_steps=num_steps),
         cluster=CLUSTER,
@@ -129,5 +128,5 @@ def fail_ablation(  # noqa: PLR0913  # Flyte asks for every input of the workflo
     """Rank the finished variants, and end the ablation's runs in MLflow."""
     del draft_inits, methods, losses, draft_lengths, seeds, workloads
     del num_steps, overrides, seed_of_the_day, reuse_stored
-    root = shared_root(run_root, CLUSTER, is_local=runs_locally())
-    stage.fail_ablation(root.resolve(), execution_name(recipe), message=err.message if err is not None else "")
+    message = err.message if err is not None else ""
+    stage.fail_ablation(root_of(run_root).resolve(), execution_name(recipe), message=message)

@@ -9,11 +9,10 @@ from flytekit import task
 from flytekit.types.directory import FlyteDirectory
 from flytekit.types.error.error import FlyteError
 
-from slipstream.kubernetes.profile import shared_root
 from slipstream.stages import fail_run as stage
 from slipstream.types import Arms, Workload
 from tasks.recoverable import recoverable
-from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
+from tasks.resources import CHECKING, on_cpus, root_of
 from tasks.start_run import execution_name
 
 
@@ -61,8 +60,4 @@ def end_failed(recipe: str, run_root: str, error: FlyteError | None) -> None:
 
 
 def _fail(execution: str, run_root: str, error: FlyteError | None) -> None:
-    stage.fail_run(
-        shared_root(run_root, CLUSTER, is_local=runs_locally()),
-        execution,
-        message=error.message if error is not None else "",
-    )
+    stage.fail_run(root_of(run_root), execution, message=error.message if error is not None else "")

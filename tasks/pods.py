@@ -18,21 +18,10 @@ _CPU, _RAY = "cpu", "ray"
 _HEAD_PARAMS = {"num-cpus": "0", "num-gpus": "0", "include-dashboard": "true", "dashboard-host": "0.0.0.0"}
 
 
-def cpu_template(profile: ClusterProfile) -> PodTemplate:
-    """Build the pod template of a task without GPUs."""
-    return PodTemplate(
-        pod_spec=pods.cpu_pod(profile), primary_container_name=pods.PRIMARY, labels=pods.labels(_CPU), annotations={}
-    )
-
-
-def preflight_template(profile: ClusterProfile) -> PodTemplate:
-    """Build the pod template of a preflight."""
-    return PodTemplate(
-        pod_spec=pods.preflight_pod(profile),
-        primary_container_name=pods.PRIMARY,
-        labels=pods.labels(_CPU),
-        annotations={},
-    )
+def cpu_template(profile: ClusterProfile, *, calls_api: bool) -> PodTemplate:
+    """Build the pod template of a task without GPUs; the preflight alone calls the cluster's API."""
+    spec = pods.preflight_pod(profile) if calls_api else pods.cpu_pod(profile)
+    return PodTemplate(pod_spec=spec, primary_container_name=pods.PRIMARY, labels=pods.labels(_CPU), annotations={})
 
 
 def ray_template(profile: ClusterProfile) -> PodTemplate:

@@ -11,10 +11,9 @@ from flytekit import Deck, current_context, task
 from flytekit.types.file import FlyteFile
 
 from slipstream.kubernetes import preflight as stage
-from slipstream.kubernetes.profile import shared_root
 from slipstream.records.files import read_record, write_record
 from tasks.recoverable import recoverable
-from tasks.resources import CHECKING, CLUSTER, on_cpus, on_cpus_with_token, runs_locally
+from tasks.resources import CHECKING, CLUSTER, on_cpus, root_of
 
 
 class Findings(NamedTuple):
@@ -23,12 +22,11 @@ class Findings(NamedTuple):
     findings: FlyteFile
 
 
-@task(**on_cpus_with_token(), enable_deck=True, deck_fields=())
+@task(**on_cpus(calls_api=True), enable_deck=True, deck_fields=())
 @recoverable(CHECKING)
 def preflight(run_root: str, timeout_s: float) -> Findings:
     """Check the cluster in findings.json; the task's deck is a table of what, found, needed and fix."""
-    root = shared_root(run_root, CLUSTER, is_local=runs_locally())
-    record = stage.preflight(CLUSTER, root=root, timeout_s=timeout_s)
+    record = stage.preflight(CLUSTER, root=root_of(run_root), timeout_s=timeout_s)
     Deck("preflight", f"<pre>{html.escape(record.table)}</pre>")
     path = Path(current_context().working_directory) / "findings.json"
     return Findings(findings=FlyteFile(str(write_record(record, path))))

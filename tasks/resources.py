@@ -8,11 +8,12 @@ registration.
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from flytekit import FlyteContextManager, Resources
 
-from slipstream.kubernetes.profile import active_profile
+from slipstream.kubernetes.profile import active_profile, shared_root
 
 CLUSTER = active_profile()
 
@@ -42,24 +43,19 @@ exceeds every deadline times the attempts. Source: `FinalTransition` in flytepro
 `ActiveDeadline` in its compiler/transformers/k8s/node.go, 1.16."""
 
 
-def on_cpus(*, retries: int = RETRIES) -> dict[str, Any]:
-    """Return the arguments of `task` for a task without GPUs."""
+def on_cpus(*, retries: int = RETRIES, calls_api: bool = False) -> dict[str, Any]:
+    """Return the arguments of `task` for a task without GPUs.
+
+    Args:
+        calls_api: in a pod the task calls the Kubernetes API, under the preflight's account.
+    """
     shared = {"container_image": CPU_IMAGE, "timeout": WAITING, "retries": retries}
     if CLUSTER.is_local:
         return {**shared, "requests": Resources(cpu=str(CLUSTER.cpu.cpus), mem=f"{CLUSTER.cpu.memory_gib}Gi")}
     from tasks.pods import cpu_template
 
     # Requests beside a template would replace the resources of the template, GPUs and claims included.
-    return {**shared, "pod_template": cpu_template(CLUSTER)}
-
-
-def on_cpus_with_token() -> dict[str, Any]:
-    """Return the arguments of `task` for a task that calls the Kubernetes API, under the preflight's account."""
-    if CLUSTER.is_local:
-        return on_cpus()
-    from tasks.pods import preflight_template
-
-    return {**on_cpus(), "pod_template": preflight_template(CLUSTER)}
+    return {**shared, "pod_template": cpu_template(CLUSTER, calls_api=calls_api)}
 
 
 def on_gpus(*, has_deck: bool = True) -> dict[str, Any]:
@@ -88,3 +84,8 @@ def runs_locally() -> bool:
     """Return True if this task runs in the process that started the workflow."""
     state = FlyteContextManager.current_context().execution_state
     return state is not None and state.is_local_execution()
+
+
+def root_of(run_root: str) -> Path:
+    """Return the run root of a launch as a directory that every task of the execution sees, else refuse it."""
+    return shared_root(run_root, CLUSTER, is_local=runs_locally())

@@ -8,12 +8,11 @@ from typing import NamedTuple
 from flytekit import current_context, task
 from flytekit.types.file import FlyteFile
 
-from slipstream.kubernetes.profile import shared_root
 from slipstream.stages import start_run as stage
 from slipstream.stages.context import EXECUTION_VARIABLE, RunContext, new_execution, requested, with_lag
 from slipstream.types import ArmLoop, Arms, Workload
 from tasks.recoverable import recoverable
-from tasks.resources import CHECKING, CLUSTER, on_cpus, runs_locally
+from tasks.resources import CHECKING, CLUSTER, on_cpus, root_of
 
 _LOCAL_EXECUTION = "local"
 
@@ -48,7 +47,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch form
     changes = with_lag(changes, recipe, max_off_policy_steps=max_off_policy_steps, loop=loop)
     context, resolved = stage.start_run(
         recipe,
-        root=shared_root(run_root, CLUSTER, is_local=runs_locally()),
+        root=root_of(run_root),
         execution=resume_execution or execution_name(recipe),
         overrides=changes,
         resume=bool(resume_execution),

@@ -132,27 +132,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return policies | {f"{name}_draft": _make_draft(root / f"{name}_draft", path, 5) for name, path in policies.items()}
 
 
-def _make_policy(path: Path, seed: int, **shape: Any) -> Path:
-    """A random Qwen3 with the character tokenizer, in HF format."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def _make_policy(path: Path, seed: int, **shape: int) -> Path:
+    """The random policy of gpu-check, at the sizes of the tests."""
+    from slipstream.gpu_check.check_stages import random_policy
 
-    from slipstream.data.tokenizer import write_tokenizer
-
-    write_tokenizer(path, max_length=256)
-    torch.manual_seed(seed)
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 32}
-    config = Qwen3Config(
-        vocab_size=64,
-        **{**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, **shape},
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        initializer_range=0.2,  # far from uniform, so that a wrong weight shows
-        eos_token_id=3,
-        pad_token_id=0,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
+    return random_policy(path, seed, **{"head_dim": 32, "max_position_embeddings": 512, **shape})
 
 
 def _make_draft(path: Path, policy: Path, seed: int) -> Path:

@@ -29,7 +29,7 @@ from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.types import Workload
 from tasks.ablation import Ranking, fail_ablation, make_part, make_policy, plan_ablation, rank_ablation
 from tasks.resources import CLUSTER
-from workflows.on_cluster import RECIPE, workflow
+from workflows.on_cluster import RECIPE, named, workflow
 
 # One part of a kind must succeed, or nothing is left to compare. A local run reads 0 as all parts.
 _ONE_OF_MANY = 0.001
@@ -38,10 +38,10 @@ _ONE_OF_MANY = 0.001
 def _each(task: Any, name: str, contexts: Any) -> Any:
     """Wire an array of parts; flytekit gives the name of an override to the parts, so that of the array is set here."""
     parts = map_task(task, concurrency=CLUSTER.parallel_parts, min_success_ratio=_ONE_OF_MANY)(context=contexts)
-    named = parts.with_overrides(name=name, node_name=name)
-    if named.ref is not None:  # on one machine there is no graph
-        named.ref.node.metadata._name = name
-    return named
+    array = named(parts, name, name)
+    if array.ref is not None:  # on one machine there is no graph
+        array.ref.node.metadata._name = name
+    return array
 
 
 def _ranked(planned: Any) -> Any:
@@ -56,9 +56,8 @@ def _ranked(planned: Any) -> Any:
         )
     )
     policies >> drafts >> baselines >> variants  # pyright: ignore[reportUnusedExpression]
-    return rank_ablation(contexts=planned.variants, finished=variants).with_overrides(
-        name="rank the variants", node_name="rank-ablation"
-    )
+    ranked = rank_ablation(contexts=planned.variants, finished=variants)
+    return named(ranked, "rank the variants", "rank-ablation")
 
 
 @workflow(on_failure=fail_ablation)
@@ -100,7 +99,7 @@ def ablation(  # noqa: PLR0913  # one input a line of the launch form
     Returns:
         ranking: ablation.html, ablation.json and speedups.svg.
     """
-    planned = plan_ablation(
+    plan = plan_ablation(
         recipe=recipe,
         draft_inits=draft_inits,
         methods=methods,
@@ -113,5 +112,5 @@ def ablation(  # noqa: PLR0913  # one input a line of the launch form
         seed_of_the_day=seed_of_the_day,
         run_root=run_root,
         reuse_stored=reuse_stored,
-    ).with_overrides(name="check every variant", node_name="plan-ablation")
-    return _ranked(planned)
+    )
+    return _ranked(named(plan, "check every variant", "plan-ablation"))

@@ -10,8 +10,8 @@ from tasks.certify_losslessness import Report
 from tasks.fail_run import fail_run
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
-from workflows.chain import behind, concluded, named, prepare, train
-from workflows.on_cluster import workflow
+from workflows.chain import behind, concluded, prepare, train
+from workflows.on_cluster import named, workflow
 
 
 @workflow(on_failure=fail_run)
@@ -56,7 +56,7 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
         report: report.html, report.json, run.json and drift.json. The execution fails after the report if speculation
             was not lossless, or if results drifted and tracking.drift.fail is set.
     """
-    run = start_run(
+    started = start_run(
         recipe=recipe,
         workload=workload,
         num_steps=num_steps,
@@ -68,7 +68,8 @@ def asynchronous_rl(  # noqa: PLR0913  # one input a line of the launch form
         resume_execution=resume_execution,
         reuse_stored=reuse_stored,
         loop=ArmLoop.ASYNCHRONOUS,
-    ).with_overrides(name="check the recipe", node_name="start-run")
+    )
+    run = named(started, "check the recipe", "start-run")
     start = named(prepare(context=run.context, recipe=run.recipe), "prepare", "prepare")
     trained = named(train(**behind(run, start), arms=arms), "train in both loops", "train").trained
     return concluded(run, start, trained, certified=trained[1])

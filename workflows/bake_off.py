@@ -13,7 +13,7 @@ from tasks.prepare_data import prepare_data
 from tasks.prepare_policy import prepare_policy
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
-from workflows.on_cluster import RECIPE, workflow
+from workflows.on_cluster import RECIPE, named, workflow
 
 
 @workflow(on_failure=fail_bake_off)
@@ -52,7 +52,7 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
     Returns:
         comparison: bake_off.html, bake_off.json and speedups.svg.
     """
-    run = start_run(
+    started = start_run(
         recipe=recipe,
         workload=workload,
         num_steps=num_steps,
@@ -61,15 +61,12 @@ def bake_off(  # noqa: PLR0913  # one input a line of the launch form
         run_root=run_root,
         reuse_stored=reuse_stored,
         loop=ArmLoop.SYNCHRONOUS,
-    ).with_overrides(name="check the recipe", node_name="start-run")
+    )
+    run = named(started, "check the recipe", "start-run")
     field = {"methods": methods, "inits": inits, "online": online, "num_speculative_tokens": num_speculative_tokens}
     shared = {"context": run.context, "recipe": run.recipe}
-    checked = check_drafters(**shared, **field).with_overrides(name="check every drafter", node_name="check-drafters")
-    data = prepare_data(**shared).with_overrides(name="prepare data", node_name="prepare-data").data
-    policy = (
-        prepare_policy(**shared, data=data).with_overrides(name="prepare policy", node_name="prepare-policy").policy
-    )
+    checked = named(check_drafters(**shared, **field), "check every drafter", "check-drafters")
+    data = named(prepare_data(**shared), "prepare data", "prepare-data").data
+    policy = named(prepare_policy(**shared, data=data), "prepare policy", "prepare-policy").policy
     checked.drafters >> data  # pyright: ignore[reportUnusedExpression]
-    return compare(**shared, **field, policy=policy, data=data).with_overrides(
-        name="compare drafters", node_name="bake-off"
-    )
+    return named(compare(**shared, **field, policy=policy, data=data), "compare drafters", "bake-off")

@@ -26,7 +26,7 @@ from tasks.report_speedup import report_speedup
 from tasks.require_no_drift import require_no_drift
 from tasks.train_grpo import train_grpo
 from tasks.tune_draft_length import tune_draft_length
-from workflows.on_cluster import workflow
+from workflows.on_cluster import named, workflow
 
 
 class Prepared(NamedTuple):
@@ -145,11 +145,6 @@ def measure(  # one input an output of the other parts
     report = named(report_speedup(**shared, **start, arms=arms, **results), "report speedup", "report").report
     lossless = named(require_lossless(certificate=certificate, report=report), "require lossless", "lossless").report
     return named(require_no_drift(recipe=recipe, report=lossless), "require no drift", "drift")
-
-
-def named(node: Any, name: str, node_name: str) -> Any:
-    """Name a node: in the console's graph, and in the names of its pods."""
-    return node.with_overrides(name=name, node_name=node_name)
 
 
 def behind(run: Any, start: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from tasks.fail_run import fail_certificate
 from tasks.prepare_data import prepare_data_for
 from tasks.resources import CLUSTER
 from tasks.start_run import start_run
-from workflows.on_cluster import RECIPE, workflow
+from workflows.on_cluster import RECIPE, named, workflow
 
 
 @workflow(on_failure=fail_certificate)
@@ -47,16 +47,11 @@ def certify(
     Returns:
         report: certificate.json; the execution fails if the verdict is not lossless.
     """
-    run = start_run(recipe=recipe, workload=workload, seed=seed, overrides=overrides, run_root=run_root).with_overrides(
-        name="check the recipe", node_name="start-run"
-    )
+    started = start_run(recipe=recipe, workload=workload, seed=seed, overrides=overrides, run_root=run_root)
+    run = named(started, "check the recipe", "start-run")
     shared = {"context": run.context, "recipe": run.recipe}
-    data = prepare_data_for(**shared, policy=policy).with_overrides(name="prepare data", node_name="prepare-data").data
-    certificate = (
-        certify_draft(**shared, policy=policy, data=data, draft=draft, k=num_speculative_tokens)
-        .with_overrides(name="certify draft", node_name="certify-draft")
-        .certificate
-    )
-    return require_lossless(certificate=certificate, report=certificate).with_overrides(
-        name="require lossless", node_name="require-lossless"
-    )
+    data = named(prepare_data_for(**shared, policy=policy), "prepare data", "prepare-data").data
+    certifying = certify_draft(**shared, policy=policy, data=data, draft=draft, k=num_speculative_tokens)
+    certificate = named(certifying, "certify draft", "certify-draft").certificate
+    lossless = require_lossless(certificate=certificate, report=certificate)
+    return named(lossless, "require lossless", "require-lossless")

@@ -60,3 +60,8 @@ def on_cluster(account: str | None = CLUSTER.service_account) -> dict[str, Any]:
     if CLUSTER.object_store is not None:
         settings["raw_output_data_config"] = RawOutputDataConfig(CLUSTER.object_store.prefix)
     return settings
+
+
+def named(node: Any, name: str, node_name: str) -> Any:
+    """Name a node: in the console's graph, and in the names of its pods."""
+    return node.with_overrides(name=name, node_name=node_name)

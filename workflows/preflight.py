@@ -9,7 +9,7 @@ from slipstream.kubernetes.pods import PREFLIGHT_ACCOUNT
 from tasks.preflight import Findings, require_ready
 from tasks.preflight import preflight as ask
 from tasks.resources import CLUSTER
-from workflows.on_cluster import workflow
+from workflows.on_cluster import named, workflow
 
 
 @workflow(account=PREFLIGHT_ACCOUNT)
@@ -25,5 +25,5 @@ def preflight(run_root: str = CLUSTER.run_root, timeout_s: float = 10.0) -> Find
     Returns:
         findings: findings.json, with what, found, needed, state and fix of each check.
     """
-    found = ask(run_root=run_root, timeout_s=timeout_s).with_overrides(name="ask the cluster", node_name="preflight")
-    return require_ready(findings=found.findings).with_overrides(name="require ready", node_name="require-ready")
+    found = named(ask(run_root=run_root, timeout_s=timeout_s), "ask the cluster", "preflight")
+    return named(require_ready(findings=found.findings), "require ready", "require-ready")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from tasks.project_request import RequestedProjection, project_request
-from workflows.on_cluster import workflow
+from workflows.on_cluster import named, workflow
 
 
 @workflow()
@@ -39,7 +39,7 @@ def projection(  # noqa: PLR0913  # one input a line of the launch form
     Returns:
         projection: projection.json.
     """
-    return project_request(
+    projected = project_request(
         model=model,
         hardware=hardware,
         num_gpus=num_gpus,
@@ -49,4 +49,5 @@ def projection(  # noqa: PLR0913  # one input a line of the launch form
         generation_fraction=generation_fraction,
         mean_response_tokens=mean_response_tokens,
         seed_of_the_day=seed_of_the_day,
-    ).with_overrides(name="project", node_name="project")
+    )
+    return named(projected, "project", "project")

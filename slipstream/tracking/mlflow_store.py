@@ -42,20 +42,27 @@ _MAX_FIELDS_A_BATCH = 10  # of <= 8,000 characters: a server takes 1 MB of JSON,
 # neither metrics nor parameters by itself. MLflow keeps shared views as tags of the experiment, named
 # `mlflow.sharedViewState.<key>`, and opens one at `#/experiments/<id>/runs?viewStateShareKey=<key>`.
 # Source: mlflow 3.17, `useSharedExperimentViewState` of its interface.
-EXECUTIONS_VIEW = "executions"
-ARMS_VIEW = "arms"
-
-_EXECUTION_COLUMNS = (
-    "result/generation_speedup",
-    "result/step_speedup",
-    "result/reward_autoregressive",
-    "result/reward_speculative",
-    "result/reward_difference",
-    "result/mean_acceptance_length",
-    "result/lossless",
-    "result/hours",
-)
-_ARM_COLUMNS = ("mean/generation_s", "mean/step_s", "mean/reward", "mean/mean_acceptance_length")
+_VIEWS = {  # name: (filter of runs, parameters, metrics)
+    "executions": (
+        f"tags.`{KIND_TAG}` = '{EXECUTION}'",
+        ("workload", "draft.method", "grpo.seed"),
+        (
+            "result/generation_speedup",
+            "result/step_speedup",
+            "result/reward_autoregressive",
+            "result/reward_speculative",
+            "result/reward_difference",
+            "result/mean_acceptance_length",
+            "result/lossless",
+            "result/hours",
+        ),
+    ),
+    "arms": (
+        "params.arm LIKE '%'",
+        ("arm", "loop", "max_off_policy_steps", "k", "draft.method", "grpo.seed"),
+        ("mean/generation_s", "mean/step_s", "mean/reward", "mean/mean_acceptance_length"),
+    ),
+}
 
 
 class TrackingError(RuntimeError):
@@ -260,26 +267,19 @@ class MlflowStore:
 
 def view_addresses(server: str, experiment_id: str) -> dict[str, str]:
     """Address of each view on the server."""
-    return {view: f"{server.rstrip('/')}/{_route(experiment_id, view)}" for view in (EXECUTIONS_VIEW, ARMS_VIEW)}
+    return {view: f"{server.rstrip('/')}/{_route(experiment_id, view)}" for view in _VIEWS}
 
 
 def experiment_tags(experiment_id: str) -> dict[str, str]:
     """Tags that make an experiment readable in MLflow's interface: its two views, and a description that links them."""
-    executions, arms = (_route(experiment_id, view) for view in (EXECUTIONS_VIEW, ARMS_VIEW))
+    executions, arms = (_route(experiment_id, view) for view in _VIEWS)
     return {
         "mlflow.experimentKind": "custom_model_development",
         "mlflow.note.content": (
             f"Each execution is a run with the runs of its tasks below it. [Executions side by side]({executions}): "
             f"speedups, rewards, cost. [Arms side by side]({arms}): one run an arm, for curves over steps."
         ),
-        f"mlflow.sharedViewState.{EXECUTIONS_VIEW}": _view(
-            f"tags.`{KIND_TAG}` = '{EXECUTION}'", _EXECUTION_COLUMNS, params=("workload", "draft.method", "grpo.seed")
-        ),
-        f"mlflow.sharedViewState.{ARMS_VIEW}": _view(
-            "params.arm LIKE '%'",
-            _ARM_COLUMNS,
-            params=("arm", "loop", "max_off_policy_steps", "k", "draft.method", "grpo.seed"),
-        ),
+        **{f"mlflow.sharedViewState.{view}": _view(*shown) for view, shown in _VIEWS.items()},
     }
 
 
@@ -287,7 +287,7 @@ def _route(experiment_id: str, view: str) -> str:
     return f"#/experiments/{experiment_id}/runs?viewStateShareKey={view}"
 
 
-def _view(search_filter: str, metrics: Sequence[str], *, params: Sequence[str]) -> str:
+def _view(search_filter: str, params: Sequence[str], metrics: Sequence[str]) -> str:
     columns = ["attributes.`Duration`", *(f"params.`{name}`" for name in params)]
     columns += [f"metrics.`{name}`" for name in metrics]
     # Sorted by anything but the start, the table does not fold runs below their parents.

@@ -51,7 +51,7 @@ class SpoolReplay:
         self._attempt = 0  # number of times that the run was opened before `_offset`
         self._made_by: dict[tuple[str, int], int] = {}  # attempt that made a point first, by metric and step
         self._missing: dict[str, str] = {}  # as in the cursor
-        self.run_id = ""  # empty until the server has answered
+        self._run_id = ""  # empty until the server has answered
         self.num_points = 0
         self.num_broken_lines = 0
 
@@ -62,7 +62,7 @@ class SpoolReplay:
             TrackingError: nothing is lost; the next call sends the same slice again, and the server keeps one copy.
                 Or everything has arrived except an artifact whose copy in the spool is gone.
         """
-        if not self.run_id and not self._attach():
+        if not self._run_id and not self._attach():
             return False
         part = read_spool(self._path, offset=self._offset)
         if part.end_offset == self._offset:
@@ -72,7 +72,7 @@ class SpoolReplay:
         for is_metrics, events in groupby(part.events, key=lambda event: event.kind == "metrics"):
             if is_metrics:
                 points, _ = self._new_points(events, attempt)
-                self._store.send_metrics(self.run_id, points)
+                self._store.send_metrics(self._run_id, points)
                 num_points += len(points)
             else:
                 for event in events:
@@ -98,23 +98,23 @@ class SpoolReplay:
                 log.warning("%s: left out the last line, which a crash cut off", self._path)
         while self.advance():
             pass
-        if not self.run_id and read_spool(self._path).end_offset:
+        if not self._run_id and read_spool(self._path).end_offset:
             raise TrackingError("no line of it says which run it is of")
 
     def _attach(self) -> bool:
         opened = next((event for event in read_spool(self._path).events if event.header is not None), None)
         if opened is None or opened.header is None:
             return False
-        self.run_id = self._store.attach(opened.header, start_ms=opened.time_ms)
+        self._run_id = self._store.attach(opened.header, start_ms=opened.time_ms)
         cursor = _read_cursor(self._path)
-        if (cursor.uri, cursor.run_id) == (self._store.uri, self.run_id):
+        if (cursor.uri, cursor.run_id) == (self._store.uri, self._run_id):
             self._skip(cursor.offset)
             self._missing = cursor.missing
         return True
 
     def _note(self) -> None:
         """Write the position to disk."""
-        cursor = _Cursor(uri=self._store.uri, run_id=self.run_id, offset=self._offset, missing=self._missing)
+        cursor = _Cursor(uri=self._store.uri, run_id=self._run_id, offset=self._offset, missing=self._missing)
         write_record(cursor, self._path.with_suffix(".cursor"))
 
     def _skip(self, offset: int) -> None:
@@ -142,22 +142,22 @@ class SpoolReplay:
         match event.kind:
             case "open":
                 assert event.header is not None
-                self._store.start(self.run_id, event.header)
+                self._store.start(self._run_id, event.header)
             case "params":
-                self._store.send_params(self.run_id, event.fields)
+                self._store.send_params(self._run_id, event.fields)
             case "tags":
-                self._store.send_tags(self.run_id, event.fields)
+                self._store.send_tags(self._run_id, event.fields)
             case "artifact":
                 if not self._send_artifact(event.path, event.folder):
                     self._missing[event.path] = event.folder
             case "end":
-                self._store.end(self.run_id, status=event.status, time_ms=event.time_ms)
+                self._store.end(self._run_id, status=event.status, time_ms=event.time_ms)
 
     def _send_artifact(self, path: str, folder: str) -> bool:
         """Send one artifact; return False if its copy is gone, which leaves the rest of the spool unaffected."""
         copy = self._path.parent / path
         if copy.is_file():
-            self._store.send_artifact(self.run_id, copy, folder=folder)
+            self._store.send_artifact(self._run_id, copy, folder=folder)
         return copy.is_file()
 
     def _send_missing(self) -> None:

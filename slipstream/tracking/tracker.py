@@ -75,10 +75,6 @@ class Tracker:
         self._thread = _ReplayThread(self._spool, uri=store_uri(config, root), config=config, command=command)
         self._thread.start()
 
-    def wait_run_id(self, timeout_s: float = 30.0) -> str:
-        """Wait for MLflow's id of the run; empty if the server fails or takes over `timeout_s`."""
-        return self._thread.wait_run_id(timeout_s)
-
     def log(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Log one value a metric for `step`, at the present time; this costs one write to the page cache.
 
@@ -150,7 +146,6 @@ class _ReplayThread(threading.Thread):
         self._config = config
         self._command = command  # command that sends what does not arrive
         self._finishing = threading.Event()
-        self._tried = threading.Event()
         self._arrived = threading.Event()
         self._replay: SpoolReplay | None = None
         self._num_failures, self._failure = 0, _SILENT
@@ -175,11 +170,6 @@ class _ReplayThread(threading.Thread):
             where = f"{self._uri} ({self._failure})"
             log.warning("%s have not reached %s; %s, and this brings them: %s", missing, where, safe, self._command)
 
-    def wait_run_id(self, timeout_s: float) -> str:
-        """Wait for the server's first answer; return the run's id, empty as soon as the server fails."""
-        self._tried.wait(timeout_s)
-        return self._replay.run_id if self._replay is not None else ""
-
     def _try(self) -> bool:
         """Send the rest of the spool; return True if all of it has arrived."""
         try:
@@ -197,7 +187,6 @@ class _ReplayThread(threading.Thread):
             if self._num_failures:
                 log.info("tracking server %s answers again; %s has arrived", self._uri, self._spool.path)
             self._num_failures, self._failure = 0, _SILENT
-        self._tried.set()
         return self._num_failures == 0
 
     def _pause_s(self) -> float:

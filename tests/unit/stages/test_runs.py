@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from slipstream.config import ConfigError
 from slipstream.kubernetes.profile import CLUSTERS
 from slipstream.recipe import Recipe, load_recipe, parameters
 from slipstream.records.files import write_record
@@ -155,16 +154,3 @@ def test_an_arms_run_has_the_recipe_its_own_k_and_a_name_that_says_which(root: P
     (run,) = client.search_runs([experiment.experiment_id], "params.arm LIKE '%'")  # the filter of the view of arms
     assert (run.info.run_name, run.data.params) == ("tiny-3 autoregressive", params)
     assert experiment.tags["mlflow.sharedViewState.arms"]
-
-
-@pytest.mark.parametrize(
-    ("uri", "asked", "message"),
-    [
-        ("", {"experiment": "other"}, "experiment must name an experiment of .*, got 'other'; known: .*tiny"),
-        ("sqlite:///no/such.db", {}, "uri must name a store, got 'sqlite:///no/such.db'"),
-        ("postgresql://h", {}, "uri must be the address of an MLflow server or sqlite:///FILE, got 'postgres"),
-    ],
-)
-def test_errors_name_the_field_and_what_there_is(root: Path, uri: str, asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{message}"):
-        read_executions(uri or store_uri(TrackingConfig(), root), **asked)

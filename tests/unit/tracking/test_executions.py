@@ -11,7 +11,7 @@ from slipstream.tracking import mlflow_store
 from slipstream.tracking.config import EXECUTION, KIND_TAG, TrackingConfig, store_uri
 from slipstream.tracking.mlflow_store import TrackingError, open_store, read_executions
 from slipstream.tracking.tracker import Tracker
-from tests.unit.conftest import Command
+from tests.unit.conftest import Command, Refusal
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_compare_names_the_field_that_is_wrong(store: str, command: Command) -> 
     said = command("compare", "--uri", store, "--runs", "four", status=2)
     assert said == f"error: runs must name executions of {store}, got 'four'; the newest: three, two, one\n"
     said = command("compare", "--uri", store, "--experiment", "huge", status=2)
-    assert said.endswith("got 'huge'; known: Default, tiny\n")
+    assert said == f"error: experiment must name an experiment of {store}, got 'huge'; known: Default, tiny\n"
 
 
 def test_views_prints_the_addresses_of_both_tables(store: str, command: Command) -> None:
@@ -67,6 +67,12 @@ def test_views_prints_the_addresses_of_both_tables(store: str, command: Command)
     page = f"http://127.0.0.1:5000/#/experiments/{tiny}/runs?viewStateShareKey"
     printed = command("views", "--uri", store, "--server", "http://127.0.0.1:5000")
     assert printed.splitlines()[2:] == [f"tiny, executions: {page}=executions", f"tiny, arms: {page}=arms"]
+
+
+def test_an_address_of_no_store_is_refused(refusal: Refusal) -> None:
+    assert refusal(read_executions, uri="sqlite:///no/such.db").startswith("uri must name a store, got 'sqlite:///no/")
+    said = refusal(read_executions, uri="postgresql://h")
+    assert said.startswith("uri must be the address of an MLflow server or sqlite:///FILE, got 'postgresql://h'; start")
 
 
 @pytest.mark.parametrize("content", [b"", b"no database at all"])
