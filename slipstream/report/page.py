@@ -31,11 +31,11 @@ from slipstream.report.summary import (
 )
 from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
 from slipstream.simulator.projection import ProjectionRecord
-from slipstream.simulator.reference import Reference, WorkloadReference, read_reference
+from slipstream.simulator.reference import WorkloadReference, read_reference
 from slipstream.types import LoopMode
 
 
-def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> dict[str, str]:
+def draw(record: RunRecord, projection: ProjectionRecord | None = None) -> dict[str, str]:
     """Draw the figures that the run has data for; returns SVG by name."""
     run, compared = summarise_arms(record.arms), compare_loops(record)
     drawn: dict[str, str] = {}
@@ -43,7 +43,7 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
         drawn["uniforms"] = figures.uniforms(record.certificate)
     if run.arms:
         drawn |= {
-            "stages": figures.stage_bars(run, quoted(record, run, reference), reference),
+            "stages": figures.stage_bars(run, quoted(record, run)),
             "step_times": figures.step_times(record),
             "acceptance": figures.acceptance(record, run),
             "learning": figures.learning(record),
@@ -60,14 +60,13 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
     return drawn
 
 
-def quoted(record: RunRecord, run: RunSummary, reference: Reference) -> WorkloadReference | None:
+def quoted(record: RunRecord, run: RunSummary) -> WorkloadReference | None:
     """Published values of the run's workload, which stand beside both arms; None for one arm alone."""
-    return None if run.alone is not None else reference.workloads.get(record.workload)
+    return None if run.alone is not None else read_reference().workloads.get(record.workload)
 
 
 def render_page(
     record: RunRecord,
-    reference: Reference,
     projection: ProjectionRecord | None = None,
     *,
     drift: DriftRecord | None = None,
@@ -79,13 +78,13 @@ def render_page(
         drawn: result of `draw`, where the caller already has it.
     """
     run, compared = summarise_arms(record.arms), compare_loops(record)
-    drawn = draw(record, reference, projection) if drawn is None else drawn
+    drawn = draw(record, projection) if drawn is None else drawn
     return render(
         "page.html.jinja",
         record=record,
         run=run,
-        reference=reference,
-        workload=quoted(record, run, reference),
+        reference=read_reference(),
+        workload=quoted(record, run),
         headline=_headline(record),
         figures={name: Markup(svg) for name, svg in drawn.items()},
         tables=tables,
@@ -144,14 +143,13 @@ def write_report(
     record: RunRecord, directory: Path, *, projection: ProjectionRecord | None = None, drift: DriftRecord | None = None
 ) -> None:
     """Write `report.html`, `report.json` and `figures/*.svg` into `directory`, each atomically."""
-    reference = read_reference()
-    drawn = draw(record, reference, projection)
+    drawn = draw(record, projection)
     files = {directory / "figures" / f"{name}.svg": svg for name, svg in drawn.items() if svg}
     for stale in set((directory / "figures").glob("*.svg")) - files.keys():  # of an earlier attempt
         stale.unlink()
     for path, svg in files.items():
         write_atomic(path, svg.encode())
-    page = render_page(record, reference, projection, drift=drift, drawn=drawn)
+    page = render_page(record, projection, drift=drift, drawn=drawn)
     write_atomic(directory / "report.html", page.encode())
     write_atomic(directory / "report.json", json.dumps(report_json(record, drift), indent=1, allow_nan=False).encode())
 

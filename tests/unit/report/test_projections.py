@@ -10,7 +10,6 @@ from slipstream.report.page import predicted, render_page, report_json, split_ta
 from slipstream.report.sentences import split_text
 from slipstream.report.summary import compare_loops
 from slipstream.simulator.projection import project_speedup
-from slipstream.simulator.reference import read_reference
 from slipstream.simulator.step_cost import Bound
 from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, DEMO_TUNING, ON_CORES, RECORD, demo_arms, demo_run, page_text
@@ -30,7 +29,7 @@ def test_the_page_keeps_measured_and_projected_apart() -> None:
     table = tables.lengths_table(record.from_run, "")
     assert [*table.groups] == ["assumed", "projected, p10 to p90"]
     assert len(table.rows) == len(record.from_run) > 0
-    assert "was calibrated on this run" in render_page(RECORD, read_reference(), record)
+    assert "was calibrated on this run" in render_page(RECORD, record)
 
 
 def test_what_is_predicted_stands_beside_what_was_measured_in_columns_of_its_own() -> None:

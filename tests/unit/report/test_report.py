@@ -39,8 +39,6 @@ from tests.unit.report.handmade import (
     with_steps,
 )
 
-REFERENCE = read_reference()
-
 
 def test_the_json_and_the_terminal_table_of_a_kept_run_are_the_kept_ones() -> None:
     """Ten digits of every figure, for the last bits of a logarithm differ between processors."""
@@ -106,11 +104,11 @@ def test_acceptance_pools_counters_not_rates() -> None:
 
 @cache
 def drawn() -> dict[str, str]:
-    return draw(RECORD, REFERENCE)
+    return draw(RECORD)
 
 
 def test_page_has_every_section_and_each_losing_configuration_and_needs_nothing_from_elsewhere() -> None:
-    page = render_page(RECORD, REFERENCE, drawn=drawn())
+    page = render_page(RECORD, drawn=drawn())
     sections = re.findall(r'<section id="([a-z-]+)">', page)
     first = ["step-time", "speedup", "acceptance", "draft-length", "losslessness", "learning"]
     assert sections == [*first, "counts", "policy-and-draft", "data", "reproduce"]
@@ -149,7 +147,7 @@ def test_a_column_is_measured_or_quoted_never_both() -> None:
     ],
 )
 def test_a_page_says_what_the_run_lacks(record: RunRecord, sentence: str) -> None:
-    assert sentence in render_page(record, REFERENCE)
+    assert sentence in render_page(record)
     terminal_table(record)
     json.dumps(summarise(record), allow_nan=False)
 
@@ -194,7 +192,7 @@ def test_a_page_of_lookups_shows_no_table_of_a_model_that_is_not_there_and_no_fi
     given = replace(UNTRAINED, method="draft_model", num_parameters=7_000)
     used = "Draft: draft_model, 7\u00a0000 parameters, used without training."
     assert used in page_text(replace(RECORD, draft=given))
-    text = render_page(replace(LOST, draft=UNTRAINED), REFERENCE)
+    text = render_page(replace(LOST, draft=UNTRAINED))
     assert "Nothing was drafted during RL: no k beat k=0.</p>" in text
 
 
@@ -267,7 +265,7 @@ def test_report_is_written_as_page_and_json_without_figures_of_an_earlier_attemp
     (tmp_path / "figures" / "gone.svg").touch()
     write_report(RECORD, tmp_path)
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report_json(RECORD)))
-    assert (tmp_path / "report.html").read_text() == render_page(RECORD, REFERENCE, drawn=drawn())
+    assert (tmp_path / "report.html").read_text() == render_page(RECORD, drawn=drawn())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["figures", "report.html", "report.json"]
     figures = {path.stem: path.read_text() for path in (tmp_path / "figures").iterdir()}
     assert figures == drawn()
@@ -275,7 +273,7 @@ def test_report_is_written_as_page_and_json_without_figures_of_an_earlier_attemp
 
 
 def test_quoted_speedups_agree_with_the_quoted_times() -> None:
-    for workload in REFERENCE.workloads.values():
+    for workload in read_reference().workloads.values():
         base, spec = workload.autoregressive, workload.speculative
         assert base.generation_s / spec.generation_s == pytest.approx(workload.generation_speedup, abs=0.006)
         assert base.step_s / spec.step_s == pytest.approx(workload.step_speedup, abs=0.006)
