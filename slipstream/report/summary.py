@@ -7,7 +7,7 @@ Parts of an asynchronous step are means over the timed steps, so that they add u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
@@ -27,7 +27,17 @@ from slipstream.records.steps import (
     StepRecord,
 )
 from slipstream.report.claims import Claim, claim
-from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, reward_ci95, spread, sum_of_centres
+from slipstream.statistics import (
+    Estimate,
+    Spread,
+    amdahl,
+    difference,
+    grouped_ratio,
+    ratio,
+    reward_ci95,
+    spread,
+    sum_of_centres,
+)
 from slipstream.types import STAGES, Arm
 
 _COUNTS = (
@@ -47,6 +57,8 @@ _ON_POLICY = LagStats(  # tokens of the trained version, which need no correctio
 )
 
 T = TypeVar("T")
+ArmPair = tuple[ArmRecord, ArmRecord]
+"""A baseline, and the arm that is compared with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,22 +86,28 @@ class ArmSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class Measured:
     """Speculative against autoregressive arm: typical ratios of a step, above 1 where speculation is faster."""
 
     generation: Estimate
-    step: Estimate
-    generation_per_token: Estimate  # per response token, as the policies' response lengths drift apart
-    step_bound: float  # bound for free drafting and verifying: generation shrinks by the mean acceptance length
+    step: Estimate  # with the training of the draft
     control: Estimate | None  # ratio of the work that speculation does not change; None where that took no time
-    paired: bool
-    reward_difference: Estimate  # speculative minus autoregressive reward, as in `reward_difference`
+    paired: bool  # True if the arms alternated step by step
+    reward_difference: Estimate  # speculative minus autoregressive reward, over the last quarter of the common steps
 
     @property
     def claims(self) -> dict[str, Claim]:
         """Verdicts on step and generation, by name."""
         ratios = {"step": self.step, "generation": self.generation}
         return {name: claim(ratio, self.control, paired=self.paired) for name, ratio in ratios.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison(Measured):
+    """Both arms of a run."""
+
+    generation_per_token: Estimate  # per response token, as the policies' response lengths drift apart
+    step_bound: float  # bound for free drafting and verifying: generation shrinks by the mean acceptance length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,19 +400,27 @@ def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
 
 def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | None) -> Comparison:
     return Comparison(
-        generation=timed_ratio(base, spec, lambda step: step.times.generation_s),
-        step=timed_ratio(base, spec),
         generation_per_token=timed_ratio(base, spec, lambda step: step.times.generation_s / step.num_response_tokens),
         step_bound=amdahl(
             summarise_arm(base).share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0
         ),
-        control=_control(base, spec) if has_control(base, spec) else None,
-        paired=are_paired(base, spec),
-        reward_difference=reward_difference([(base, spec)]),
+        **measured([(base, spec)]),
     )
 
 
-def reward_difference(pairs: Iterable[tuple[ArmRecord, ArmRecord]]) -> Estimate:
+def measured(pairs: Sequence[ArmPair]) -> dict[str, Any]:
+    """Compute the fields of `Measured` within each pair, pooled over the pairs."""
+    has_control = all(_has_control(arm) for pair in pairs for arm in pair)
+    return {
+        "generation": grouped_ratio([timed_ratio(*pair, lambda step: step.times.generation_s) for pair in pairs]),
+        "step": grouped_ratio([timed_ratio(*pair) for pair in pairs]),
+        "control": grouped_ratio([_control(*pair) for pair in pairs]) if has_control else None,
+        "paired": all(are_paired(*pair) for pair in pairs),
+        "reward_difference": _reward_difference(pairs),
+    }
+
+
+def _reward_difference(pairs: Sequence[ArmPair]) -> Estimate:
     """Reward of each second arm minus the first's, over the last quarter of the steps that both made."""
     firsts: list[float] = []
     seconds: list[float] = []
@@ -412,19 +438,19 @@ def are_paired(base: ArmRecord, other: ArmRecord) -> bool:
     return same and base.steps_a_turn == other.steps_a_turn > 0
 
 
-def control_s(step: StepRecord) -> float:
+def _control_s(step: StepRecord) -> float:
     """Seconds of a step that speculation does not change: log-probabilities, and training without the draft's."""
     draft_s = step.draft_update.elapsed_s if step.draft_update is not None else 0.0
     return step.times.logprob_s + step.times.train_s - draft_s
 
 
 def _control(base: ArmRecord, spec: ArmRecord) -> Estimate:
-    """Typical ratio of `control_s` at equal numbers of computed tokens, where both arms recorded them and are paired.
+    """Typical ratio of `_control_s` at equal numbers of computed tokens, where both arms recorded them and are paired.
 
     A pair's log ratio of seconds is assumed to follow that of its tokens by a factor between 0 and 1, which least
     squares over the pairs give (analysis of covariance), for an update has costs beside those of its tokens.
     """
-    seconds = timed_values(base, spec, control_s)
+    seconds = timed_values(base, spec, _control_s)
     counts = [step.train.num_computed_tokens for arm in (base, spec) for step in arm.timed_steps]
     if None in counts or not are_paired(base, spec):
         return ratio(*seconds, paired=are_paired(base, spec))
@@ -435,9 +461,9 @@ def _control(base: ArmRecord, spec: ArmRecord) -> Estimate:
     return ratio(np.exp(by_seconds - factor * by_tokens).tolist(), [1.0] * len(by_seconds), paired=True)
 
 
-def has_control(*arms: ArmRecord) -> bool:
+def _has_control(arm: ArmRecord) -> bool:
     """Return True if every timed step has control time that nothing overlapped."""
-    return all(control_s(step) > 0 and step.overlap is None for arm in arms for step in arm.timed_steps)
+    return all(_control_s(step) > 0 and step.overlap is None for step in arm.timed_steps)
 
 
 def timed_values(

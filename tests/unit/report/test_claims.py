@@ -189,6 +189,8 @@ def test_the_control_holds_where_one_arm_had_fewer_tokens_to_train_on(slowed: fl
     def control(*arms: ArmRecord) -> float:
         comparison = summarise_arms(arms).comparison
         assert comparison is not None and comparison.control is not None
+        study = rank(Study.BAKE_OFF, {variant(2): Trained(arm=arms[1], baseline=arms[0])}, execution="b", recipe="tiny")
+        assert study.rows[0].control == comparison.control
         return comparison.control.value
 
     assert control(*arms) == pytest.approx(slowed, abs=0.015)
