@@ -122,7 +122,7 @@ def verdict_tags(record: RunRecord) -> dict[str, str]:
     """Tag with the verdict, and `verdict.step` and `verdict.generation` with its kinds, to filter executions by."""
     run = summarise_arms(record.arms)
     claims = {} if run.comparison is None else run.comparison.claims
-    return {VERDICT_TAG: verdict(record, run), **{f"{VERDICT_TAG}.{name}": each.kind for name, each in claims.items()}}
+    return {VERDICT_TAG: verdict(record), **{f"{VERDICT_TAG}.{name}": each.kind for name, each in claims.items()}}
 
 
 def curve_metrics(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
@@ -146,7 +146,7 @@ def description(record: RunRecord, *, execution_url: str = "") -> str:
     rows += [(e.label.strip(), e.text, ", ".join(filter(None, dict.fromkeys((e.uncertainty, e.note))))) for e in shown]
     rows += [] if record.certificate is None else [("losslessness", record.certificate.verdict, "")]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    parts = [verdict(record, summarise_arms(record.arms)), table, "The whole report is the artifact `report.html`."]
+    parts = [verdict(record), table, "The whole report is the artifact `report.html`."]
     return "\n\n".join([*parts, f"[The execution in Flyte]({execution_url})"] if execution_url else parts)
 
 
@@ -173,7 +173,7 @@ def terminal_table(record: RunRecord) -> str:
     if record.logical_gpus:
         lines.append(_row("GPUs", "logical", "only counted; processes may have used CPUs"))
     lines += findings(record)
-    lines += ["-" * _WIDTH, *textwrap.wrap(verdict(record, run), _WIDTH)]
+    lines += ["-" * _WIDTH, *textwrap.wrap(verdict(record), _WIDTH)]
     lines += ["-" * _WIDTH, *blocks] if blocks else []
     return "\n".join(line.rstrip() for line in lines)
 
