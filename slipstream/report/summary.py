@@ -220,14 +220,14 @@ def summarise_arms(records: Sequence[ArmRecord]) -> RunSummary:
     return RunSummary(
         autoregressive=summarise_arm(base) if base is not None else None,
         speculative=summarise_arm(spec) if spec is not None else None,
-        comparison=_compare(base, spec, acceptance) if base is not None and spec is not None else None,
+        comparison=_compare(base, spec) if base is not None and spec is not None else None,
         acceptance=acceptance,
     )
 
 
 def summarise_arm(arm: ArmRecord) -> ArmSummary:
     """Compute the figures of one arm."""
-    steps = arm.timed_steps
+    steps, (first, last) = arm.timed_steps, quarters(arm.steps)
     generation_s = sum(step.times.generation_s for step in steps)  # 0 where training hides all generation
     return ArmSummary(
         arm=arm.arm,
@@ -237,9 +237,9 @@ def summarise_arm(arm: ArmRecord) -> ArmSummary:
         left_out=() if any(step.has_logprob_pass for step in steps) else ("logprob",),
         step=spread([step.times.step_s for step in steps]),
         rewards=tuple(step.reward_mean for step in arm.steps),
-        reward_first=_reward(arm.steps[: len(last_quarter(arm.steps))]),
-        reward_last=_reward(last_quarter(arm.steps)),
-        reward_gain=_reward_gain(arm.steps),
+        reward_first=_reward(first),
+        reward_last=_reward(last),
+        reward_gain=_reward_gain(first, last),
         counts={name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
         sampling=_sampling(arm.steps),
         generation_tokens_per_s=sum(step.num_response_tokens for step in steps) / generation_s if generation_s else 0.0,
@@ -257,14 +257,14 @@ def _reward(steps: Sequence[StepRecord]) -> Estimate:
     return Estimate(value=float(np.mean([step.reward_mean for step in steps])), ci95=reward_ci95(_by_prompt(steps)))
 
 
-def _reward_gain(steps: Sequence[StepRecord]) -> Estimate:
-    """Mean reward of the last quarter of the steps minus that of the first; Welch's interval over their prompts.
+def _reward_gain(first: Sequence[StepRecord], last: Sequence[StepRecord]) -> Estimate:
+    """Mean reward of the last steps minus that of the first; Welch's interval over their prompts.
 
-    Rewards that are all alike in both quarters do not show their spread and give no interval.
+    Rewards that are all alike in both do not show their spread and give no interval.
     """
-    first, last = (np.array(_by_prompt(each)) for each in (steps[: len(last_quarter(steps))], last_quarter(steps)))
-    found = sum_of_centres((last, -first))
-    return found if max(np.ptp(first), np.ptp(last)) > 1e-12 else replace(found, ci95=None)
+    before, after = np.array(_by_prompt(first)), np.array(_by_prompt(last))
+    found = sum_of_centres((after, -before))
+    return found if max(np.ptp(before), np.ptp(after)) > 1e-12 else replace(found, ci95=None)
 
 
 def _by_prompt(steps: Sequence[StepRecord]) -> list[float]:
@@ -275,6 +275,12 @@ def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
     """Acceptance over all steps from their summed counters; None where nothing was drafted."""
     parts = [step.acceptance for step in steps if step.acceptance is not None]
     return combine(parts) if any(part.num_drafts for part in parts) else None
+
+
+def acceptance_length(steps: Sequence[StepRecord]) -> float:
+    """Mean acceptance length over all steps; 1 where nothing was drafted."""
+    acceptance = pooled_acceptance(steps)
+    return acceptance.mean_acceptance_length if acceptance else 1.0
 
 
 def compare_loops(record: RunRecord) -> LoopComparison:
@@ -388,9 +394,10 @@ def summarise(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def last_quarter(values: Sequence[T]) -> Sequence[T]:
-    """Return the last quarter of `values`, rounded down to at least one value."""
-    return values[-max(1, len(values) // 4) :]
+def quarters(values: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """Return the first and the last quarter of `values`, each rounded down to at least one value."""
+    number = max(1, len(values) // 4)
+    return values[:number], values[-number:]
 
 
 def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
@@ -398,12 +405,10 @@ def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
     return {"value": None, "ci95": None} if estimate is None else asdict(estimate)
 
 
-def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | None) -> Comparison:
+def _compare(base: ArmRecord, spec: ArmRecord) -> Comparison:
     return Comparison(
         generation_per_token=timed_ratio(base, spec, lambda step: step.times.generation_s / step.num_response_tokens),
-        step_bound=amdahl(
-            summarise_arm(base).share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0
-        ),
+        step_bound=amdahl(summarise_arm(base).share("generation"), acceptance_length(spec.steps)),
         **measured([(base, spec)]),
     )
 
@@ -426,7 +431,7 @@ def _reward_difference(pairs: Sequence[ArmPair]) -> Estimate:
     seconds: list[float] = []
     for pair in pairs:
         first, second = ({step.step: step.reward_mean for step in arm.steps} for arm in pair)
-        common = last_quarter(sorted(first.keys() & second.keys()))
+        _, common = quarters(sorted(first.keys() & second.keys()))
         firsts += [first[step] for step in common]
         seconds += [second[step] for step in common]
     return difference(firsts, seconds)

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.records.steps import ArmRecord, StepRecord, num_warmup
+from slipstream.records.steps import ArmRecord, num_warmup
 from slipstream.report.claims import Claim, ClaimKind, claim
 from slipstream.report.formats import metrics_with_ends
-from slipstream.report.summary import Measured, measured, pooled_acceptance
+from slipstream.report.summary import Measured, acceptance_length, measured, quarters
 from slipstream.statistics import Estimate
 from slipstream.study.variants import Setting, Study, Variant
 
@@ -200,13 +200,13 @@ def _row(setting: Setting, trained: Mapping[int, Trained]) -> Row:
 
 def _outcome(variant: Variant, trained: Trained) -> Outcome:
     arm, baseline = trained.arm, trained.baseline
-    timed, quarter = arm.timed_steps, max(1, len(arm.steps) // 4)
+    timed, (first, last) = arm.timed_steps, quarters(arm.steps)
     base_s, own_s = (float(np.median([step.times.step_s for step in each.timed_steps])) for each in (baseline, arm))
     return Outcome(
         variant=variant,
         num_speculative_tokens=arm.num_speculative_tokens,
         num_steps=len(arm.steps),
-        ends=(_acceptance_length(arm.steps[:quarter]), _acceptance_length(arm.steps[-quarter:])),
+        ends=(acceptance_length(first), acceptance_length(last)),
         pretraining_s=trained.pretraining_s,
         training_s=float(np.mean([step.draft_update.elapsed_s if step.draft_update else 0.0 for step in timed])),
         saved_s=base_s - own_s,
@@ -218,11 +218,6 @@ def _outcome(variant: Variant, trained: Trained) -> Outcome:
 
 def _estimates(trained: Sequence[Trained]) -> dict[str, Any]:
     """Compute the fields that a row and an outcome share, over one seed or several."""
-    lengths = [_acceptance_length(each.arm.steps) for each in trained]
+    lengths = [acceptance_length(each.arm.steps) for each in trained]
     pairs = [(each.baseline, each.arm) for each in trained]
     return {**measured(pairs), "mean_acceptance_length": float(np.mean(lengths))}
-
-
-def _acceptance_length(steps: Sequence[StepRecord]) -> float:
-    acceptance = pooled_acceptance(steps)
-    return acceptance.mean_acceptance_length if acceptance else 1.0
