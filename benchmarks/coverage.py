@@ -199,11 +199,9 @@ class Coverage:
     width: float
 
 
-def coverage(
-    method: Method, noise: Noise, num_steps: int, *, num_runs: int, in_turn: bool = True, seed: int = 0
-) -> Coverage:
+def coverage(method: Method, noise: Noise, num_steps: int, *, num_runs: int, in_turn: bool = True) -> Coverage:
     """Measure the coverage of a method on `num_runs` simulated runs of `TRUE_RATIO`."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     low, high = method(*noise.sample(num_runs, num_steps, random, in_turn=in_turn), random)
     truth = np.log(TRUE_RATIO)
     return Coverage(
@@ -211,33 +209,24 @@ def coverage(
     )
 
 
-def proportion_coverage(
-    num_problems: int, samples: int, accuracy: float, *, num_runs: int, alike: float = 0.5, seed: int = 0
-) -> tuple[float, float]:
+def proportion_coverage(num_problems: int, samples: int, accuracy: float, *, num_runs: int) -> tuple[float, float]:
     """Measure the coverage of an accuracy by `wilson_ci95` and by a percentile bootstrap over problems.
 
-    Args:
-        alike: correlation of two samples of a problem; success rates of problems have a beta distribution.
+    Success rates of problems have a beta distribution, in which two samples of a problem correlate by a half.
     """
-    random = np.random.default_rng(seed)
-    strength = 1 / alike - 1
+    random = np.random.default_rng(0)
     held = np.zeros(2)
     for _ in range(num_runs):
-        rates = (
-            random.binomial(samples, random.beta(strength * accuracy, strength * (1 - accuracy), size=num_problems))
-            / samples
-        )
+        rates = random.binomial(samples, random.beta(accuracy, 1 - accuracy, size=num_problems)) / samples
         drawn = rates[random.integers(num_problems, size=(_NUM_RESAMPLES, num_problems))].mean(axis=1)
         for column, (low, high) in enumerate((wilson_ci95(rates.tolist()), np.percentile(drawn, [2.5, 97.5]))):
             held[column] += low <= accuracy <= high
     return float(held[0] / num_runs), float(held[1] / num_runs)
 
 
-def grouped_coverage(
-    noise: Noise, num_groups: int, num_steps: int, *, num_runs: int, between: float, seed: int = 0
-) -> Coverage:
+def grouped_coverage(noise: Noise, num_groups: int, num_steps: int, *, num_runs: int, between: float) -> Coverage:
     """Measure the coverage of `grouped_ratio` on groups whose log ratios have a standard deviation of `between`."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     held, widths = 0, []
     for _ in range(num_runs):
         base, cand = noise.sample(num_groups, num_steps, random, in_turn=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.study import SeedResult, Study, append, gain
+from benchmarks.study import SeedResult, Study, append
 from slipstream import logs
 from slipstream.config import from_mapping, merge
 from slipstream.recipe import Recipe, load_recipe
@@ -122,8 +122,8 @@ def _result(
         commit=_commit(),
         execution=str(execution),
         start_reward=(base.rewards[0] + spec.rewards[0]) / 2,
-        gain_autoregressive=gain(base),
-        gain_speculative=gain(spec),
+        gain_autoregressive=base.reward_gain.value,
+        gain_speculative=spec.reward_gain.value,
         mean_acceptance_length=summary.acceptance.mean_acceptance_length,
         generation_speedup=summary.comparison.generation.value,
         step_speedup=summary.comparison.step.value,

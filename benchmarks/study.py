@@ -14,7 +14,6 @@ import numpy as np
 from slipstream.config import from_mapping, merge, parse_overrides, require, to_mapping
 from slipstream.recipe import Recipe, load_recipe
 from slipstream.records.files import append_line
-from slipstream.report.summary import ArmSummary
 from slipstream.types import Workload
 
 GAIN = 0.10
@@ -100,11 +99,6 @@ class SeedResult:
     rewards_autoregressive: tuple[float, ...]  # by step
     rewards_speculative: tuple[float, ...]
     elapsed_s: float  # seconds of the whole seed
-
-
-def gain(arm: ArmSummary) -> float:
-    """By how much the mean reward rose from the first to the last quarter of the steps."""
-    return arm.reward_last.value - arm.reward_first.value
 
 
 def append(result: SeedResult, path: Path) -> None:

@@ -24,7 +24,7 @@ from slipstream.records.steps import StepRecord
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup
 from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_curves, decided_steps
 from slipstream.simulator.calibration import CalibrationRecord
-from slipstream.simulator.reference import Reference, WorkloadReference
+from slipstream.simulator.reference import WorkloadReference, read_reference
 from slipstream.statistics import Estimate, moving_average
 from slipstream.types import STAGES, Arm
 
@@ -80,12 +80,12 @@ def _inline(svg: str) -> str:
     return re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d+\.\d{2})\d+", r"\1", tag.group()), svg)
 
 
-def stage_bars(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> str:
-    """Draw the median seconds of each stage as one stacked bar an arm; the reference has an axis of its own."""
+def stage_bars(run: RunSummary, workload: WorkloadReference | None) -> str:
+    """Draw the median seconds of each stage as one stacked bar an arm; published ones have an axis of their own."""
     measured = {arm.arm.value: {stage: arm.stages[stage].median for stage in STAGES} for arm in run.arms}
     panels = {"this run, measured": measured}
     if workload is not None:
-        panels[reference.label] = {arm.value: workload.times(arm).by_stage() for arm in Arm}
+        panels[read_reference().label] = {arm.value: workload.times(arm).by_stage() for arm in Arm}
 
     def draw(*axes: Axes) -> None:
         for ax, (title, bars) in zip(axes, panels.items(), strict=True):

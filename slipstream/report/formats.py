@@ -132,7 +132,7 @@ def render(template: str | Path, **context: Any) -> str:
     here = Path(__file__).parent
     path = here / template
     environment = Environment(
-        loader=FileSystemLoader(path.parent),
+        loader=FileSystemLoader([path.parent, here]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

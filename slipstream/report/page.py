@@ -20,22 +20,14 @@ from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.report import figures, sentences, tables
 from slipstream.report.formats import WORKLOAD_LABELS, render
 from slipstream.report.results import Result, results
-from slipstream.report.summary import (
-    LoopComparison,
-    RunSummary,
-    compare_loops,
-    decided_steps,
-    estimate_json,
-    summarise,
-    summarise_arms,
-)
+from slipstream.report.summary import compare_loops, decided_steps, estimate_json, summarise, summarise_arms
 from slipstream.simulator.balance import AsynchronousPrediction, balance, predict_asynchronous
 from slipstream.simulator.projection import ProjectionRecord
-from slipstream.simulator.reference import Reference, WorkloadReference, read_reference
+from slipstream.simulator.reference import WorkloadReference, read_reference
 from slipstream.types import LoopMode
 
 
-def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord | None = None) -> dict[str, str]:
+def draw(record: RunRecord, projection: ProjectionRecord | None = None) -> dict[str, str]:
     """Draw the figures that the run has data for; returns SVG by name."""
     run, compared = summarise_arms(record.arms), compare_loops(record)
     drawn: dict[str, str] = {}
@@ -43,7 +35,7 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
         drawn["uniforms"] = figures.uniforms(record.certificate)
     if run.arms:
         drawn |= {
-            "stages": figures.stage_bars(run, quoted(record, run, reference), reference),
+            "stages": figures.stage_bars(run, quoted(record)),
             "step_times": figures.step_times(record),
             "acceptance": figures.acceptance(record, run),
             "learning": figures.learning(record),
@@ -60,14 +52,13 @@ def draw(record: RunRecord, reference: Reference, projection: ProjectionRecord |
     return drawn
 
 
-def quoted(record: RunRecord, run: RunSummary, reference: Reference) -> WorkloadReference | None:
+def quoted(record: RunRecord) -> WorkloadReference | None:
     """Published values of the run's workload, which stand beside both arms; None for one arm alone."""
-    return None if run.alone is not None else reference.workloads.get(record.workload)
+    return None if summarise_arms(record.arms).alone is not None else read_reference().workloads.get(record.workload)
 
 
 def render_page(
     record: RunRecord,
-    reference: Reference,
     projection: ProjectionRecord | None = None,
     *,
     drift: DriftRecord | None = None,
@@ -79,29 +70,29 @@ def render_page(
         drawn: result of `draw`, where the caller already has it.
     """
     run, compared = summarise_arms(record.arms), compare_loops(record)
-    drawn = draw(record, reference, projection) if drawn is None else drawn
+    drawn = draw(record, projection) if drawn is None else drawn
     return render(
         "page.html.jinja",
         record=record,
         run=run,
-        reference=reference,
-        workload=quoted(record, run, reference),
+        reference=read_reference(),
+        workload=quoted(record),
         headline=_headline(record),
         figures={name: Markup(svg) for name, svg in drawn.items()},
         tables=tables,
         sentences=sentences,
         compared=compared,
-        prediction=predicted(record, compared),
-        splits=split_table(record, compared) if compared.arms and not run.alone else None,
+        prediction=predicted(record),
+        splits=split_table(record) if compared.arms and not run.alone else None,
         drift=drift,
         projection=None if run.alone else projection,
         workload_label=WORKLOAD_LABELS.get(record.workload, record.workload),
     )
 
 
-def predicted(record: RunRecord, compared: LoopComparison) -> AsynchronousPrediction | None:
+def predicted(record: RunRecord) -> AsynchronousPrediction | None:
     """Predict the asynchronous arms; None for a run without a lag, or on hardware other than CPU cores."""
-    arms = compared.asynchronous
+    arms = compare_loops(record).asynchronous
     if not arms or arms[0].max_off_policy_steps < 1 or not _is_on_cores(record):
         return None
     return predict_asynchronous(
@@ -112,12 +103,12 @@ def predicted(record: RunRecord, compared: LoopComparison) -> AsynchronousPredic
     )
 
 
-def split_table(record: RunRecord, compared: LoopComparison) -> tables.Table | None:
+def split_table(record: RunRecord) -> tables.Table | None:
     """Tabulate each arm's projected step on every split of the run's GPUs; None without a lag, or on CPU cores.
 
     Two cores have one split, which `split_text` describes instead.
     """
-    first, layout = compared.asynchronous[0], record.layout
+    first, layout = compare_loops(record).asynchronous[0], record.layout
     if first.max_off_policy_steps < 1 or layout is None or _is_on_cores(record):
         return None
     if layout.num_gpus <= layout.gpus_per_engine:  # no GPU is left for training
@@ -144,14 +135,13 @@ def write_report(
     record: RunRecord, directory: Path, *, projection: ProjectionRecord | None = None, drift: DriftRecord | None = None
 ) -> None:
     """Write `report.html`, `report.json` and `figures/*.svg` into `directory`, each atomically."""
-    reference = read_reference()
-    drawn = draw(record, reference, projection)
+    drawn = draw(record, projection)
     files = {directory / "figures" / f"{name}.svg": svg for name, svg in drawn.items() if svg}
     for stale in set((directory / "figures").glob("*.svg")) - files.keys():  # of an earlier attempt
         stale.unlink()
     for path, svg in files.items():
         write_atomic(path, svg.encode())
-    page = render_page(record, reference, projection, drift=drift, drawn=drawn)
+    page = render_page(record, projection, drift=drift, drawn=drawn)
     write_atomic(directory / "report.html", page.encode())
     write_atomic(directory / "report.json", json.dumps(report_json(record, drift), indent=1, allow_nan=False).encode())
 
@@ -162,7 +152,7 @@ def report_json(record: RunRecord, drift: DriftRecord | None = None) -> dict[str
     summary["num_warmup_steps"] = sentences.num_warmup_steps(record)
     summary["machine"] = sentences.machine_json(record)
     if compared.arms:
-        prediction = predicted(record, compared)  # projected figures stand apart from measured ones
+        prediction = predicted(record)  # projected figures stand apart from measured ones
         summary["asynchronous"] = {
             "predicted": None if prediction is None else asdict(prediction),
             "bound": sentences.bound_text(compared),

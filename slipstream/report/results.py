@@ -32,7 +32,6 @@ from slipstream.report.summary import (
     compare_loops,
     summarise_arms,
 )
-from slipstream.simulator.reference import WorkloadReference
 from slipstream.statistics import Estimate
 
 VERDICT_TAG = "verdict"
@@ -49,7 +48,6 @@ class Result:
     label: str  # empty: the result is a metric but is not shown
     unit: str  # a key of `UNITS`
     estimate: Estimate
-    reference: float | None  # published value
     note: str  # qualifies the value, or says why it has no interval
     verdict: str  # `ClaimKind` of the value; empty where there is no verdict
 
@@ -96,17 +94,16 @@ def results(record: RunRecord) -> list[Result]:
     return found + [_result(name, value, label="") for name, value in metrics.items()]
 
 
-def speedups(run: RunSummary, workload: WorkloadReference | None = None) -> list[Result]:
-    """Return the speedups of the synchronous speculative arm with published values; empty with one arm."""
+def speedups(run: RunSummary) -> list[Result]:
+    """Return the speedups of the synchronous speculative arm; empty with one arm."""
     compared = run.comparison
     if compared is None:
         return []
     generation, step, claims = compared.generation, compared.step, compared.claims
-    published = (workload.generation_speedup, workload.step_speedup) if workload else (None, None)
     return [
-        _result("generation_speedup", generation, reference=published[0], verdict=claims["generation"].kind),
+        _result("generation_speedup", generation, verdict=claims["generation"].kind),
         _result("", compared.generation_per_token, label="  the same per generated token"),
-        _result("step_speedup", step, reference=published[1], verdict=claims["step"].kind),
+        _result("step_speedup", step, verdict=claims["step"].kind),
         _result("", compared.step_bound, label="  bound, drafting for free", note="1 / (g / AL + 1 - g)"),
         *([] if compared.control is None else [_result("control_ratio", compared.control)]),
     ]
@@ -125,7 +122,7 @@ def verdict_tags(record: RunRecord) -> dict[str, str]:
     """Tag with the verdict, and `verdict.step` and `verdict.generation` with its kinds, to filter executions by."""
     run = summarise_arms(record.arms)
     claims = {} if run.comparison is None else run.comparison.claims
-    return {VERDICT_TAG: verdict(record, run), **{f"{VERDICT_TAG}.{name}": each.kind for name, each in claims.items()}}
+    return {VERDICT_TAG: verdict(record), **{f"{VERDICT_TAG}.{name}": each.kind for name, each in claims.items()}}
 
 
 def curve_metrics(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
@@ -149,7 +146,7 @@ def description(record: RunRecord, *, execution_url: str = "") -> str:
     rows += [(e.label.strip(), e.text, ", ".join(filter(None, dict.fromkeys((e.uncertainty, e.note))))) for e in shown]
     rows += [] if record.certificate is None else [("losslessness", record.certificate.verdict, "")]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    parts = [verdict(record, summarise_arms(record.arms)), table, "The whole report is the artifact `report.html`."]
+    parts = [verdict(record), table, "The whole report is the artifact `report.html`."]
     return "\n\n".join([*parts, f"[The execution in Flyte]({execution_url})"] if execution_url else parts)
 
 
@@ -176,7 +173,7 @@ def terminal_table(record: RunRecord) -> str:
     if record.logical_gpus:
         lines.append(_row("GPUs", "logical", "only counted; processes may have used CPUs"))
     lines += findings(record)
-    lines += ["-" * _WIDTH, *textwrap.wrap(verdict(record, run), _WIDTH)]
+    lines += ["-" * _WIDTH, *textwrap.wrap(verdict(record), _WIDTH)]
     lines += ["-" * _WIDTH, *blocks] if blocks else []
     return "\n".join(line.rstrip() for line in lines)
 
@@ -186,7 +183,6 @@ def _result(
     value: float | Estimate,
     *,
     label: str | None = None,
-    reference: float | None = None,
     note: str | None = None,
     verdict: str = "",
 ) -> Result:
@@ -195,7 +191,7 @@ def _result(
     if note is None:
         note = interval(estimate) if estimate is value and estimate.ci95 is None else ""
     label, unit = (KINDS[name].label, KINDS[name].unit) if label is None else (label, "x")
-    return Result(name, label, unit, estimate, reference, note, verdict)
+    return Result(name, label, unit, estimate, note, verdict)
 
 
 def _avg_at_k(evaluation: EvaluationRecord) -> Estimate:

@@ -10,7 +10,7 @@ from slipstream.records.run import RunRecord
 from slipstream.records.steps import ArmRecord, MachineUse
 from slipstream.report.claims import said
 from slipstream.report.formats import POLICY_LABELS, percent, seconds, speedup, with_interval
-from slipstream.report.summary import LoopArm, LoopComparison, RunSummary, accuracy_difference, decided_steps
+from slipstream.report.summary import LoopArm, LoopComparison, accuracy_difference, decided_steps, summarise_arms
 from slipstream.simulator.balance import AsynchronousPrediction
 from slipstream.types import Arm, Arms
 
@@ -25,10 +25,10 @@ _CLOCKS = {"cpu_mhz": "cores", "sm_clock_mhz": "GPUs"}
 _CLOCKS_DIFFER = 1.1  # ratio of two arms' clocks above which a warning is due
 
 
-def verdict(record: RunRecord, run: RunSummary) -> str:
+def verdict(record: RunRecord) -> str:
     """State the effect of speculation with its uncertainty; warn if the arms ran on different machines."""
     machines = {arm.arm.value: arm.machine for arm in record.arms if arm.machine}
-    effect = _effect(record, run)
+    effect = _effect(record)
     if len(set(machines.values())) < 2:
         return effect
     where = ", ".join(f"{arm} on {machine}" for arm, machine in machines.items())
@@ -36,7 +36,8 @@ def verdict(record: RunRecord, run: RunSummary) -> str:
     return f"{effect} The arms ran on different hardware ({where}): {what}."
 
 
-def _effect(record: RunRecord, run: RunSummary) -> str:
+def _effect(record: RunRecord) -> str:
+    run = summarise_arms(record.arms)
     comparison = run.comparison
     reason, method = (record.tuning and record.tuning.reason, record.draft and record.draft.method)
     greedy = ", greedy drafts" if record.tuning and record.tuning.sampling == "greedy" else ""

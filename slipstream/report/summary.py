@@ -7,7 +7,7 @@ Parts of an asynchronous step are means over the timed steps, so that they add u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any, TypeVar
@@ -27,7 +27,17 @@ from slipstream.records.steps import (
     StepRecord,
 )
 from slipstream.report.claims import Claim, claim
-from slipstream.statistics import Estimate, Spread, amdahl, difference, ratio, reward_ci95, spread, sum_of_centres
+from slipstream.statistics import (
+    Estimate,
+    Spread,
+    amdahl,
+    difference,
+    grouped_ratio,
+    ratio,
+    reward_ci95,
+    spread,
+    sum_of_centres,
+)
 from slipstream.types import STAGES, Arm
 
 _COUNTS = (
@@ -47,6 +57,8 @@ _ON_POLICY = LagStats(  # tokens of the trained version, which need no correctio
 )
 
 T = TypeVar("T")
+ArmPair = tuple[ArmRecord, ArmRecord]
+"""A baseline, and the arm that is compared with it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,22 +86,28 @@ class ArmSummary:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class Measured:
     """Speculative against autoregressive arm: typical ratios of a step, above 1 where speculation is faster."""
 
     generation: Estimate
-    step: Estimate
-    generation_per_token: Estimate  # per response token, as the policies' response lengths drift apart
-    step_bound: float  # bound for free drafting and verifying: generation shrinks by the mean acceptance length
+    step: Estimate  # with the training of the draft
     control: Estimate | None  # ratio of the work that speculation does not change; None where that took no time
-    paired: bool
-    reward_difference: Estimate  # speculative minus autoregressive reward, as in `reward_difference`
+    paired: bool  # True if the arms alternated step by step
+    reward_difference: Estimate  # speculative minus autoregressive reward, over the last quarter of the common steps
 
     @property
     def claims(self) -> dict[str, Claim]:
         """Verdicts on step and generation, by name."""
         ratios = {"step": self.step, "generation": self.generation}
         return {name: claim(ratio, self.control, paired=self.paired) for name, ratio in ratios.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison(Measured):
+    """Both arms of a run."""
+
+    generation_per_token: Estimate  # per response token, as the policies' response lengths drift apart
+    step_bound: float  # bound for free drafting and verifying: generation shrinks by the mean acceptance length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,14 +220,14 @@ def summarise_arms(records: Sequence[ArmRecord]) -> RunSummary:
     return RunSummary(
         autoregressive=summarise_arm(base) if base is not None else None,
         speculative=summarise_arm(spec) if spec is not None else None,
-        comparison=_compare(base, spec, acceptance) if base is not None and spec is not None else None,
+        comparison=_compare(base, spec) if base is not None and spec is not None else None,
         acceptance=acceptance,
     )
 
 
 def summarise_arm(arm: ArmRecord) -> ArmSummary:
     """Compute the figures of one arm."""
-    steps = arm.timed_steps
+    steps, (first, last) = arm.timed_steps, quarters(arm.steps)
     generation_s = sum(step.times.generation_s for step in steps)  # 0 where training hides all generation
     return ArmSummary(
         arm=arm.arm,
@@ -219,9 +237,9 @@ def summarise_arm(arm: ArmRecord) -> ArmSummary:
         left_out=() if any(step.has_logprob_pass for step in steps) else ("logprob",),
         step=spread([step.times.step_s for step in steps]),
         rewards=tuple(step.reward_mean for step in arm.steps),
-        reward_first=_reward(arm.steps[: len(last_quarter(arm.steps))]),
-        reward_last=_reward(last_quarter(arm.steps)),
-        reward_gain=_reward_gain(arm.steps),
+        reward_first=_reward(first),
+        reward_last=_reward(last),
+        reward_gain=_reward_gain(first, last),
         counts={name: sum(getattr(step, name) for step in arm.steps) for name in _COUNTS},
         sampling=_sampling(arm.steps),
         generation_tokens_per_s=sum(step.num_response_tokens for step in steps) / generation_s if generation_s else 0.0,
@@ -239,14 +257,14 @@ def _reward(steps: Sequence[StepRecord]) -> Estimate:
     return Estimate(value=float(np.mean([step.reward_mean for step in steps])), ci95=reward_ci95(_by_prompt(steps)))
 
 
-def _reward_gain(steps: Sequence[StepRecord]) -> Estimate:
-    """Mean reward of the last quarter of the steps minus that of the first; Welch's interval over their prompts.
+def _reward_gain(first: Sequence[StepRecord], last: Sequence[StepRecord]) -> Estimate:
+    """Mean reward of the last steps minus that of the first; Welch's interval over their prompts.
 
-    Rewards that are all alike in both quarters do not show their spread and give no interval.
+    Rewards that are all alike in both do not show their spread and give no interval.
     """
-    first, last = (np.array(_by_prompt(each)) for each in (steps[: len(last_quarter(steps))], last_quarter(steps)))
-    found = sum_of_centres((last, -first))
-    return found if max(np.ptp(first), np.ptp(last)) > 1e-12 else replace(found, ci95=None)
+    before, after = np.array(_by_prompt(first)), np.array(_by_prompt(last))
+    found = sum_of_centres((after, -before))
+    return found if max(np.ptp(before), np.ptp(after)) > 1e-12 else replace(found, ci95=None)
 
 
 def _by_prompt(steps: Sequence[StepRecord]) -> list[float]:
@@ -257,6 +275,12 @@ def pooled_acceptance(steps: Sequence[StepRecord]) -> AcceptanceStats | None:
     """Acceptance over all steps from their summed counters; None where nothing was drafted."""
     parts = [step.acceptance for step in steps if step.acceptance is not None]
     return combine(parts) if any(part.num_drafts for part in parts) else None
+
+
+def acceptance_length(steps: Sequence[StepRecord]) -> float:
+    """Mean acceptance length over all steps; 1 where nothing was drafted."""
+    acceptance = pooled_acceptance(steps)
+    return acceptance.mean_acceptance_length if acceptance else 1.0
 
 
 def compare_loops(record: RunRecord) -> LoopComparison:
@@ -370,9 +394,10 @@ def summarise(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def last_quarter(values: Sequence[T]) -> Sequence[T]:
-    """Return the last quarter of `values`, rounded down to at least one value."""
-    return values[-max(1, len(values) // 4) :]
+def quarters(values: Sequence[T]) -> tuple[Sequence[T], Sequence[T]]:
+    """Return the first and the last quarter of `values`, each rounded down to at least one value."""
+    number = max(1, len(values) // 4)
+    return values[:number], values[-number:]
 
 
 def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
@@ -380,27 +405,33 @@ def estimate_json(estimate: Estimate | None) -> dict[str, Any]:
     return {"value": None, "ci95": None} if estimate is None else asdict(estimate)
 
 
-def _compare(base: ArmRecord, spec: ArmRecord, acceptance: AcceptanceStats | None) -> Comparison:
+def _compare(base: ArmRecord, spec: ArmRecord) -> Comparison:
     return Comparison(
-        generation=timed_ratio(base, spec, lambda step: step.times.generation_s),
-        step=timed_ratio(base, spec),
         generation_per_token=timed_ratio(base, spec, lambda step: step.times.generation_s / step.num_response_tokens),
-        step_bound=amdahl(
-            summarise_arm(base).share("generation"), acceptance.mean_acceptance_length if acceptance else 1.0
-        ),
-        control=_control(base, spec) if has_control(base, spec) else None,
-        paired=are_paired(base, spec),
-        reward_difference=reward_difference([(base, spec)]),
+        step_bound=amdahl(summarise_arm(base).share("generation"), acceptance_length(spec.steps)),
+        **measured([(base, spec)]),
     )
 
 
-def reward_difference(pairs: Iterable[tuple[ArmRecord, ArmRecord]]) -> Estimate:
+def measured(pairs: Sequence[ArmPair]) -> dict[str, Any]:
+    """Compute the fields of `Measured` within each pair, pooled over the pairs."""
+    has_control = all(_has_control(arm) for pair in pairs for arm in pair)
+    return {
+        "generation": grouped_ratio([timed_ratio(*pair, lambda step: step.times.generation_s) for pair in pairs]),
+        "step": grouped_ratio([timed_ratio(*pair) for pair in pairs]),
+        "control": grouped_ratio([_control(*pair) for pair in pairs]) if has_control else None,
+        "paired": all(are_paired(*pair) for pair in pairs),
+        "reward_difference": _reward_difference(pairs),
+    }
+
+
+def _reward_difference(pairs: Sequence[ArmPair]) -> Estimate:
     """Reward of each second arm minus the first's, over the last quarter of the steps that both made."""
     firsts: list[float] = []
     seconds: list[float] = []
     for pair in pairs:
         first, second = ({step.step: step.reward_mean for step in arm.steps} for arm in pair)
-        common = last_quarter(sorted(first.keys() & second.keys()))
+        _, common = quarters(sorted(first.keys() & second.keys()))
         firsts += [first[step] for step in common]
         seconds += [second[step] for step in common]
     return difference(firsts, seconds)
@@ -412,19 +443,19 @@ def are_paired(base: ArmRecord, other: ArmRecord) -> bool:
     return same and base.steps_a_turn == other.steps_a_turn > 0
 
 
-def control_s(step: StepRecord) -> float:
+def _control_s(step: StepRecord) -> float:
     """Seconds of a step that speculation does not change: log-probabilities, and training without the draft's."""
     draft_s = step.draft_update.elapsed_s if step.draft_update is not None else 0.0
     return step.times.logprob_s + step.times.train_s - draft_s
 
 
 def _control(base: ArmRecord, spec: ArmRecord) -> Estimate:
-    """Typical ratio of `control_s` at equal numbers of computed tokens, where both arms recorded them and are paired.
+    """Typical ratio of `_control_s` at equal numbers of computed tokens, where both arms recorded them and are paired.
 
     A pair's log ratio of seconds is assumed to follow that of its tokens by a factor between 0 and 1, which least
     squares over the pairs give (analysis of covariance), for an update has costs beside those of its tokens.
     """
-    seconds = timed_values(base, spec, control_s)
+    seconds = timed_values(base, spec, _control_s)
     counts = [step.train.num_computed_tokens for arm in (base, spec) for step in arm.timed_steps]
     if None in counts or not are_paired(base, spec):
         return ratio(*seconds, paired=are_paired(base, spec))
@@ -435,9 +466,9 @@ def _control(base: ArmRecord, spec: ArmRecord) -> Estimate:
     return ratio(np.exp(by_seconds - factor * by_tokens).tolist(), [1.0] * len(by_seconds), paired=True)
 
 
-def has_control(*arms: ArmRecord) -> bool:
+def _has_control(arm: ArmRecord) -> bool:
     """Return True if every timed step has control time that nothing overlapped."""
-    return all(control_s(step) > 0 and step.overlap is None for arm in arms for step in arm.timed_steps)
+    return all(_control_s(step) > 0 and step.overlap is None for step in arm.timed_steps)
 
 
 def timed_values(

@@ -27,7 +27,7 @@ from slipstream.report.summary import ArmSummary, LoopComparison, RunSummary, ac
 from slipstream.simulator.balance import AsynchronousPrediction, BalanceRecord
 from slipstream.simulator.observed import CheckRecord
 from slipstream.simulator.projection import ProjectedPoint
-from slipstream.simulator.reference import Reference, WorkloadReference
+from slipstream.simulator.reference import DraftReference, WorkloadReference, read_reference
 from slipstream.statistics import Spread
 from slipstream.workers.placement.plan import table
 
@@ -47,15 +47,15 @@ class Table:
     label: str
     groups: Mapping[str, Sequence[str]]  # columns by the heading over them
     rows: Sequence[Row]
-    quoted: str = "-"  # heading of the columns that quote a publication, and are tinted
 
     def __post_init__(self) -> None:
         assert all(len(row.cells) == len(self.are_quoted) for row in self.rows), self.label
 
     @property
     def are_quoted(self) -> tuple[bool, ...]:
-        """One flag a column, True where the column quotes a publication."""
-        return tuple(heading == self.quoted for heading, columns in self.groups.items() for _ in columns)
+        """One flag a column, True where the column stands under the publication's label."""
+        quoted = read_reference().label
+        return tuple(heading == quoted for heading, columns in self.groups.items() for _ in columns)
 
 
 def table_text(shown: Table) -> str:
@@ -66,14 +66,13 @@ def table_text(shown: Table) -> str:
     return table([headings, *([row.label, *row.cells] for row in shown.rows)])
 
 
-def step_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
-    """Tabulate the seconds of each stage in both arms, their ratio, and the reference's values."""
+def step_table(run: RunSummary, workload: WorkloadReference | None) -> Table:
+    """Tabulate the seconds of each stage in both arms, their ratio, and the published values."""
     groups = {arm.arm.value: ("median s", "p10 to p90", "share") for arm in run.arms}
     groups |= {"": ("ratio",)} if run.comparison else {}
     if workload is not None:
-        groups[reference.label] = ("AR s", "spec s", "ratio")
-    rows = [_step_row(run, workload, stage) for stage in STAGE_LABELS]
-    return Table("stage", groups, rows, quoted=reference.label)
+        groups[read_reference().label] = ("AR s", "spec s", "ratio")
+    return Table("stage", groups, [_step_row(run, workload, stage) for stage in STAGE_LABELS])
 
 
 def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -> Row:
@@ -92,16 +91,18 @@ def _step_row(run: RunSummary, workload: WorkloadReference | None, stage: str) -
     return Row(STAGE_LABELS[stage], tuple(cells), "" if stage else "total")
 
 
-def speedup_table(run: RunSummary, workload: WorkloadReference | None, reference: Reference) -> Table:
-    """Tabulate the speedups with their intervals and verdicts."""
+def speedup_table(run: RunSummary, workload: WorkloadReference | None) -> Table:
+    """Tabulate the speedups with their intervals and verdicts, beside the published ones."""
     groups: dict[str, tuple[str, ...]] = {"this run, measured": ("ratio", "95 % interval", "verdict")}
+    published: dict[str, float] = {}
     if workload is not None:
-        groups[reference.label] = ("ratio",)
+        groups[read_reference().label] = ("ratio",)
+        published = {"generation_speedup": workload.generation_speedup, "step_speedup": workload.step_speedup}
     rows = []
-    for each in speedups(run, workload):
-        quoted = [] if workload is None else [speedup(each.reference) if each.reference else ""]
+    for each in speedups(run):
+        quoted = [speedup(published[each.name]) if each.name in published else ""] if published else []
         rows.append(Row(each.label.strip(), (each.text, each.uncertainty, each.verdict, *quoted)))
-    return Table("of both arms", groups, rows, quoted=reference.label)
+    return Table("of both arms", groups, rows)
 
 
 def sweep_table(tuning: TuningRecord) -> Table:
@@ -226,16 +227,13 @@ def draft_table(draft: DraftRecord) -> Table:
     return Table("draft position", {"held out": ("accepted, given those before", "accepted")}, rows)
 
 
-def quoted_table(workload: WorkloadReference, reference: Reference, *, by_draft: bool) -> Table:
-    """Tabulate the reference's measurements by draft length or by kind of draft."""
-    label = f"draft, k = {workload.num_speculative_tokens}" if by_draft else "k"
-    lengths = {str(each.k): each for each in workload.draft_lengths}
-    published = {each.draft: each for each in workload.drafts} if by_draft else lengths
+def quoted_table(label: str, published: Mapping[int, DraftReference] | Mapping[str, DraftReference]) -> Table:
+    """Tabulate published measurements by draft length or by kind of draft."""
     rows = [
-        Row(name, (f"{each.mean_acceptance_length:.2f}", speedup(each.generation_speedup)))
+        Row(str(name), (f"{each.mean_acceptance_length:.2f}", speedup(each.generation_speedup)))
         for name, each in published.items()
     ]
-    return Table(label, {reference.label: ("AL", "generation speedup")}, rows, quoted=reference.label)
+    return Table(label, {read_reference().label: ("AL", "generation speedup")}, rows)
 
 
 def certificate_table(certificate: CertificateRecord) -> Table:

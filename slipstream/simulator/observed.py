@@ -72,16 +72,16 @@ def _of_workload(workload: str, published: WorkloadReference, ngram_s: float) ->
     cell = partial(Cell, group=group, log_sd=_PAPER_LOG_SD)
     base_s, k = published.autoregressive.generation_s, published.num_speculative_tokens
     yield cell(label=f"{workload}, autoregressive", k=0, acceptance_length=1.0, generation_s=base_s)
-    for entry in published.draft_lengths:
-        label, length = f"{workload}, k = {entry.k}", entry.mean_acceptance_length
-        seconds = published.speculative.generation_s if entry.k == k else base_s / entry.generation_speedup
-        yield cell(label=label, k=entry.k, acceptance_length=length, generation_s=seconds)
-    for entry in published.drafts:
-        label, length = f"{workload}, {entry.draft.removeprefix('EAGLE-3, ')}", entry.mean_acceptance_length
+    for number, entry in published.draft_lengths.items():
+        label, length = f"{workload}, k = {number}", entry.mean_acceptance_length
+        seconds = published.speculative.generation_s if number == k else base_s / entry.generation_speedup
+        yield cell(label=label, k=number, acceptance_length=length, generation_s=seconds)
+    for draft, entry in published.drafts.items():
+        label, length = f"{workload}, {draft.removeprefix('EAGLE-3, ')}", entry.mean_acceptance_length
         own = cell(label=label, k=k, acceptance_length=length, generation_s=base_s / entry.generation_speedup)
-        if entry.draft == "n-gram":
+        if draft == "n-gram":
             yield replace(own, drafting=Drafting.NGRAM, generation_s=ngram_s)
-        elif entry.draft != _OFFLINE:
+        elif draft != _OFFLINE:
             yield own
 
 

@@ -11,19 +11,9 @@ from slipstream.types import Arm, StageTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DraftLengthReference:
-    """Published results of one draft length."""
-
-    k: int
-    mean_acceptance_length: float
-    generation_speedup: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class DraftReference:
-    """Published results of one kind of draft."""
+    """Published results of one draft length, or of one kind of draft."""
 
-    draft: str
     mean_acceptance_length: float
     generation_speedup: float
 
@@ -42,8 +32,8 @@ class WorkloadReference:
     aime24_end: float
     autoregressive: StageTimes
     speculative: StageTimes
-    draft_lengths: tuple[DraftLengthReference, ...]
-    drafts: tuple[DraftReference, ...]
+    draft_lengths: dict[int, DraftReference]  # by k
+    drafts: dict[str, DraftReference]
 
     def times(self, arm: Arm) -> StageTimes:
         """Stage times of one arm's step."""

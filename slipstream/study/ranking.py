@@ -5,24 +5,17 @@ Speedups are ratios within a seed, paired by step, and pooled over seeds afterwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from slipstream.records.steps import ArmRecord, StepRecord, num_warmup
+from slipstream.records.steps import ArmRecord, num_warmup
 from slipstream.report.claims import Claim, ClaimKind, claim
 from slipstream.report.formats import metrics_with_ends
-from slipstream.report.summary import (
-    are_paired,
-    control_s,
-    has_control,
-    pooled_acceptance,
-    reward_difference,
-    timed_ratio,
-)
-from slipstream.statistics import Estimate, grouped_ratio
+from slipstream.report.summary import Measured, acceptance_length, measured, quarters
+from slipstream.statistics import Estimate
 from slipstream.study.variants import Setting, Study, Variant
 
 
@@ -36,19 +29,14 @@ class Trained:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
+class Drafted(Measured):
     """Comparison of a variant, or of a setting over its seeds, with the autoregressive arm."""
 
-    generation: Estimate  # autoregressive / variant generation time
-    step: Estimate  # autoregressive / variant step time, which includes training of the draft
-    control: Estimate | None  # ratio of the work that speculation does not change; None where it is not measured
-    paired: bool  # True if both arms alternated step by step
-    reward_difference: Estimate  # variant minus autoregressive, over the last quarter of the steps
     mean_acceptance_length: float  # bonus token included; mean over the seeds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome(Measured):
+class Outcome(Drafted):
     """Results of one variant against its autoregressive arm; intervals are over steps."""
 
     variant: Variant
@@ -76,7 +64,7 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Row(Measured):
+class Row(Drafted):
     """Results of one setting over its seeds; intervals are over seeds, or over steps with one seed."""
 
     rank: int  # from 1 within the workload
@@ -93,7 +81,7 @@ class Row(Measured):
     @property
     def claim(self) -> Claim:
         """Verdict on the step against the autoregressive one."""
-        return claim(self.step, self.control, paired=self.paired)
+        return self.claims["step"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,10 +123,11 @@ def rank(
         first = by_setting[own[0].setting]
         for number, row in enumerate(own, start=1):
             arms = by_setting[row.setting]
-            common = [Trained(baseline=arms[s].arm, arm=first[s].arm) for s in sorted(arms.keys() & first.keys())]
+            common = [(arms[seed].arm, first[seed].arm) for seed in sorted(arms.keys() & first.keys())]
             # In a bake-off groups have different autoregressive arms, so steps of two groups do not compare directly.
             if number > 1 and common and study is Study.ABLATION:
-                row = replace(row, behind=_speedup(common, _step_s), behind_control=_control(common))
+                ahead = measured(common)
+                row = replace(row, behind=ahead["step"], behind_control=ahead["control"])
             rows.append(replace(row, rank=number))
     failures = tuple(Failure(variant=each, reason=why) for each, why in ended.items() if isinstance(why, str))
     return StudyRecord(
@@ -187,7 +176,7 @@ def outcome_metrics(outcome: Outcome) -> dict[str, float]:
     return {"result/num_speculative_tokens": float(outcome.num_speculative_tokens), **_metrics(outcome)}
 
 
-def _metrics(found: Measured, suffix: str = "") -> dict[str, float]:
+def _metrics(found: Drafted, suffix: str = "") -> dict[str, float]:
     return {
         f"result/mean_acceptance_length{suffix}": found.mean_acceptance_length,
         **metrics_with_ends(f"result/generation_speedup{suffix}", found.generation),
@@ -211,15 +200,16 @@ def _row(setting: Setting, trained: Mapping[int, Trained]) -> Row:
 
 def _outcome(variant: Variant, trained: Trained) -> Outcome:
     arm, baseline = trained.arm, trained.baseline
-    timed, quarter = arm.timed_steps, max(1, len(arm.steps) // 4)
+    timed, (first, last) = arm.timed_steps, quarters(arm.steps)
+    base_s, own_s = (float(np.median([step.times.step_s for step in each.timed_steps])) for each in (baseline, arm))
     return Outcome(
         variant=variant,
         num_speculative_tokens=arm.num_speculative_tokens,
         num_steps=len(arm.steps),
-        ends=(_acceptance_length(arm.steps[:quarter]), _acceptance_length(arm.steps[-quarter:])),
+        ends=(acceptance_length(first), acceptance_length(last)),
         pretraining_s=trained.pretraining_s,
         training_s=float(np.mean([step.draft_update.elapsed_s if step.draft_update else 0.0 for step in timed])),
-        saved_s=float(np.median([*map(_step_s, baseline.timed_steps)]) - np.median([*map(_step_s, timed)])),
+        saved_s=base_s - own_s,
         machine=arm.machine,
         baseline_machine=baseline.machine,
         **_estimates([trained]),
@@ -228,28 +218,6 @@ def _outcome(variant: Variant, trained: Trained) -> Outcome:
 
 def _estimates(trained: Sequence[Trained]) -> dict[str, Any]:
     """Compute the fields that a row and an outcome share, over one seed or several."""
-    return {
-        "generation": _speedup(trained, lambda step: step.times.generation_s),
-        "step": _speedup(trained, _step_s),
-        "control": _control(trained),
-        "paired": all(are_paired(each.baseline, each.arm) for each in trained),
-        "reward_difference": reward_difference((each.baseline, each.arm) for each in trained),
-        "mean_acceptance_length": float(np.mean([_acceptance_length(each.arm.steps) for each in trained])),
-    }
-
-
-def _speedup(trained: Iterable[Trained], seconds: Callable[[StepRecord], float]) -> Estimate:
-    return grouped_ratio([timed_ratio(each.baseline, each.arm, seconds) for each in trained])
-
-
-def _control(trained: Sequence[Trained]) -> Estimate | None:
-    return _speedup(trained, control_s) if all(has_control(each.baseline, each.arm) for each in trained) else None
-
-
-def _step_s(step: StepRecord) -> float:
-    return step.times.step_s
-
-
-def _acceptance_length(steps: Sequence[StepRecord]) -> float:
-    acceptance = pooled_acceptance(steps)
-    return acceptance.mean_acceptance_length if acceptance else 1.0
+    lengths = [acceptance_length(each.arm.steps) for each in trained]
+    pairs = [(each.baseline, each.arm) for each in trained]
+    return {**measured(pairs), "mean_acceptance_length": float(np.mean(lengths))}

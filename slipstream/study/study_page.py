@@ -86,7 +86,8 @@ def _published(form: Callable[[DraftReference], str]) -> Cell:
 
     def cell(_: StudyRecord, row: Row) -> str:
         drafts = read_reference().workloads[row.setting.workload.value].drafts
-        return next((form(draft) for draft in drafts if draft.draft == _PUBLISHED.get(row.setting.name)), "-")
+        draft = drafts.get(_PUBLISHED.get(row.setting.name, ""))
+        return "-" if draft is None else form(draft)
 
     return cell
 

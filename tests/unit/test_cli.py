@@ -107,7 +107,7 @@ def test_what_is_no_file_is_no_recipe_and_no_profile(
     assert f"must name a {file}, got " in command(*asked, tmp_path / "mine.yaml", status=2)
 
 
-@pytest.mark.parametrize("name", ["demo", "study", "ablation", "bakeoff"])
+@pytest.mark.parametrize("name", ["demo", "study"])
 @pytest.mark.parametrize("root", ["file", "file/below", "/proc/none/below"])
 def test_a_run_root_that_cannot_be_written_ends_in_one_line(
     command: Command, tmp_path: Path, name: str, root: str

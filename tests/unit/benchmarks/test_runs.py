@@ -7,8 +7,8 @@ from slipstream.config import ConfigError
 from slipstream.recipe import load_recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.records.run import NumericsRecord
-from slipstream.records.stages import TuningRecord
 from slipstream.types import Dtype
+from tests.small import tuned
 
 
 @pytest.fixture
@@ -17,8 +17,7 @@ def execution(tmp_path: Path) -> Path:
     for stage in ("prepare_data", "prepare_policy/policy", "pretrain_draft/draft", "report_speedup"):
         (path / stage).mkdir(parents=True)
     write_recipe(load_recipe("tiny"), path / "start_run" / "recipe.yaml")
-    record = TuningRecord(chosen_k=5, reason="told so", points=(), schedule=())
-    write_record(record, path / "tune_draft_length" / "tuning.json")
+    tuned(path / "tune_draft_length", k=5)
     return path
 
 

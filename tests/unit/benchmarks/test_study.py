@@ -4,11 +4,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.study import SeedResult, Study, append, finished, gain
-from slipstream.records.steps import ArmRecord
-from slipstream.report.summary import summarise_arms
+from benchmarks.study import SeedResult, Study, append, finished
 from slipstream.types import Workload
-from tests.unit.report.handmade import demo_arms
 
 STUDY = Study(recipe="tiny", workload=Workload.RL_ZERO, k=7, evaluate=False, pinned=False)
 
@@ -20,15 +17,6 @@ def result(seed: int, *, study: Study = STUDY, **changes: object) -> SeedResult:
     rewards: Any = {"rewards_autoregressive": (0.2, 0.35), "rewards_speculative": (0.3, 0.4)}
     made = {**asked, **gains, **speed, **rewards, "commit": "abc", "execution": "/runs/seed"}
     return SeedResult(seed=seed, key=study.key(seed), **{**made, **changes})
-
-
-def test_the_gain_is_the_mean_of_the_last_quarter_minus_that_of_the_first() -> None:
-    arm = demo_arms()[0]
-    rewards = (0.1, 0.3, 0.9, 0.9, 0.9, 0.9, 0.4, 0.6)  # quarters of two steps: means 0.2 and 0.5
-    steps = tuple(replace(arm.steps[i], reward_mean=reward) for i, reward in enumerate(rewards))
-    summary = summarise_arms([ArmRecord(arm=arm.arm, num_speculative_tokens=0, steps=steps)]).autoregressive
-    assert summary is not None
-    assert gain(summary) == pytest.approx(0.3)
 
 
 def test_the_seed_sets_everything_random_and_overrides_reach_the_recipe_as_yaml_reads_them() -> None:

@@ -22,8 +22,6 @@ from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.protocol import GenerationResult, RunningTime
 from slipstream.ragged import Ragged
 from slipstream.recipe import Recipe
-from slipstream.records.files import write_record
-from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord, ScheduleEntry
 from slipstream.stages import pretrain_draft, support, train_grpo, tune_draft_length
 from slipstream.stages import recipe_engines as stage_engines
@@ -32,6 +30,7 @@ from slipstream.train.arm import Run
 from slipstream.train.batch import Pending
 from slipstream.types import Arm, Prompt
 from slipstream.workers.learner_process import LearnerProcess
+from tests.small import tuned
 from tests.unit.recipe_fields.base import PROMPTS, Check, NotedEngine, Tools, checks, rollout_groups
 from tests.unit.recipe_fields.policy import OPTIMIZER, own_policy
 
@@ -199,11 +198,6 @@ def swept(recipe: Recipe, tools: Tools) -> object:
     return tune_draft_length._sweep(recipe, policy=here, data=here, draft=here, timed=set()), engines
 
 
-TABLE = tuple(
-    ScheduleEntry(batch_from=start, batch_to=end, num_speculative_tokens=k) for start, end, k in ((1, 4, 3), (5, 8, 1))
-)
-
-
 def arm_plan(recipe: Recipe, tools: Tools) -> object:
     """What the speculative arm drafts by, and what its engine starts with."""
     ((plan, _),) = planned(recipe, tools, [Arm.SPECULATIVE])
@@ -218,8 +212,7 @@ def turns_of_arms(recipe: Recipe, tools: Tools) -> object:
 def planned(recipe: Recipe, tools: Tools, arms: list[Arm]) -> list[tuple[Any, Any]]:
     """How arms are trained: each one's plan, and its turns."""
     plans: list[Any] = []
-    record = TuningRecord(chosen_k=1, reason="told so", points=(), schedule=TABLE)
-    write_record(record, tools.directory / "tuning.json")
+    tuned(tools.directory, (1, 4, 3), (5, 8, 1), k=1)
 
     def run(*, plan: Any, turn: Any, directory: Path, **_: Any) -> Any:
         plans.append((plan, turn))
@@ -242,6 +235,7 @@ def planned(recipe: Recipe, tools: Tools, arms: list[Arm]) -> list[tuple[Any, An
 
 def flight(recipe: Recipe, tools: Tools) -> object:
     """How the engines of an arm are told to draft, step by step, where drafting costs 4 % more than not."""
+    table = (ScheduleEntry(batch_from=1, batch_to=8, num_speculative_tokens=3),)
     told: list[Any] = []
 
     class Engines(NotedEngine):
@@ -249,18 +243,18 @@ def flight(recipe: Recipe, tools: Tools) -> object:
             told.append(schedule)
 
         def generate(self, prompts: Sequence[Prompt], **settings: Any) -> GenerationResult:
-            drafts = not told or told[-1] == TABLE
+            drafts = not told or told[-1] == table
             return replace(super().generate(prompts, **settings), generation_s=1.04 if drafts else 1.0)
 
     engines: Any = Engines()
-    plan: Any = SimpleNamespace(num_speculative_tokens=3, schedule=TABLE)
+    plan: Any = SimpleNamespace(num_speculative_tokens=3, schedule=table)
     unused: Any = None
     places: Any = {"policy": tools.directory, "directory": tools.directory}
     run = Run(recipe=recipe, plan=plan, prompts=(), decode=unused, log=unused, **places)
     piloted = run.fault_tolerant(engines, unused, unused, [], Pending())
     for step in range(24):
         piloted.generate(PROMPTS[:1], sampling=recipe.sampling, group_size=2, seed=step)
-    return [schedule == TABLE for schedule in told]
+    return [schedule == table for schedule in told]
 
 
 def told_vllm(recipe: Recipe, tools: Tools) -> object:

@@ -13,7 +13,6 @@ from slipstream.records.run import DriftRecord, RunRecord
 from slipstream.records.stages import SweepPoint, TuningRecord
 from slipstream.records.steps import AcceptanceStats, ArmRecord, EvaluationRecord, ScheduleEntry, StepRecord
 from slipstream.report.page import render_page
-from slipstream.simulator.reference import read_reference
 from slipstream.stages.support import recipe_layout
 from slipstream.types import Arm, Arms, StageTimes
 from tests.unit.sampled import accepted
@@ -28,7 +27,7 @@ STAND_INS: dict[str, str] = dict.fromkeys((*_NAMES, "uniforms", "learning", "mis
 
 def page_text(record: RunRecord, *, drift: DriftRecord | None = None) -> str:
     """The page of a run without its figures, for tests of its words."""
-    return render_page(record, read_reference(), drift=drift, drawn=STAND_INS)
+    return render_page(record, drift=drift, drawn=STAND_INS)
 
 
 def step(index: int, *, generation_s: float, reward: float, acceptance: AcceptanceStats | None = None) -> StepRecord:

@@ -74,9 +74,6 @@ def test_arms_whose_training_overlaps_generation_have_a_verdict_that_says_there_
     found = claim(ratio(1.5, 1.2, 1.8), None, paired=True, overlaps=True)
     assert found.sentence == ("Faster (1.50x, 95 % interval 1.20 to 1.80). No control: training overlaps generation.")
     assert claim(ratio(1.5), None, paired=True, overlaps=True).kind is ClaimKind.NOT_MEASURED
-    text = terminal_table(ASYNCHRONOUS)
-    rows = [line.split() for line in text.splitlines() if line.startswith("  control")]
-    assert [row[:2] for row in rows] == [["control", "none"]] * 2
     assert "These arms have no control, for their training overlaps generation." in page_text(ASYNCHRONOUS)
     assert "no control" not in page_text(RECORD)
 
@@ -189,6 +186,8 @@ def test_the_control_holds_where_one_arm_had_fewer_tokens_to_train_on(slowed: fl
     def control(*arms: ArmRecord) -> float:
         comparison = summarise_arms(arms).comparison
         assert comparison is not None and comparison.control is not None
+        study = rank(Study.BAKE_OFF, {variant(2): Trained(arm=arms[1], baseline=arms[0])}, execution="b", recipe="tiny")
+        assert study.rows[0].control == comparison.control
         return comparison.control.value
 
     assert control(*arms) == pytest.approx(slowed, abs=0.015)

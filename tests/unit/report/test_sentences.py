@@ -23,7 +23,6 @@ from slipstream.report.sentences import (
     warmup_text,
 )
 from slipstream.report.tables import running_table, sampling_table
-from slipstream.simulator.reference import read_reference
 from slipstream.types import Arm
 from tests.unit.report.handmade import ASYNCHRONOUS, BARE, CERTIFICATE, ONE_STEP, RECORD, TUNING, page_text
 from tests.unit.sampled import DECISION
@@ -206,7 +205,7 @@ def test_the_page_says_whether_the_draft_was_trained_and_its_share_of_the_arms_t
     assert "The draft learned beside the policy in 2 of 6 steps" in page
     assert "The draft was fixed during RL." not in page
     assert "The draft was fixed during RL." in page_text(RECORD)
-    assert "draft_training" in draw(trained_record(), read_reference())
+    assert "draft_training" in draw(trained_record())
     assert draft_text(trained_record()) == (
         "The draft learned beside the policy in 2 of 6 steps, which took 1.25 s, 1.6 % of the arm's time."
     )

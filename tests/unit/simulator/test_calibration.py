@@ -24,7 +24,7 @@ def test_acceptance_length_counts_the_bonus_token_and_rates_fall_with_the_positi
 
 @pytest.mark.parametrize("workload", Workload)
 def test_rates_by_position_fit_the_papers_lengths_and_a_constant_rate_does_not(workload: Workload) -> None:
-    lengths = {entry["k"]: entry["mean_acceptance_length"] for entry in PAPER[workload]["draft_lengths"]}
+    lengths = {k: each["mean_acceptance_length"] for k, each in PAPER[workload]["draft_lengths"].items()}
     profile = fit_profile(lengths)
     assert all(profile.length(k) == pytest.approx(length, abs=0.05) for k, length in lengths.items())
     assert profile.fall > 0
