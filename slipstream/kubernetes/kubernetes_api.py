@@ -122,16 +122,14 @@ def api_of(configuration: k8s.Configuration, *, timeout_s: float) -> Api:
 
 
 def delete_pod(api: Api, namespace: str, execution: str, node: str) -> bool:
-    """Delete the pods of an execution's node, which Flyte labels with both names; return False if there is none."""
+    """Delete the pods of an execution's node, which Flyte labels with both names; return False if none was deleted."""
     selector = f"execution-id={execution},node-id={node}"
     try:
         found = api.ask(api.core.list_namespaced_pod, namespace, label_selector=selector).items
     except Refusal:
         return False
-    running = [pod for pod in found if pod.status.phase == "Running"]
-    for pod in running:
-        delete(api, namespace, pod.metadata.name)
-    return bool(running)
+    running = [pod.metadata.name for pod in found if pod.status.phase == "Running"]
+    return any([delete(api, namespace, pod) for pod in running])
 
 
 def delete(api: Api, namespace: str, pod: str) -> bool:

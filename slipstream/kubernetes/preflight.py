@@ -386,10 +386,9 @@ def _unusable(
         return "cordoned"
     if clique_label is not None and clique_label not in _labels(node):
         return f"without label {clique_label}"
-    tolerated = {toleration.key for toleration in profile.tolerations}
     for taint in node.spec.taints or ():
-        if taint.effect in _BLOCKING and taint.key not in tolerated:
-            return f"with taint {taint.key}, which the pods do not tolerate"
+        if taint.effect in _BLOCKING and not any(each.covers(taint) for each in profile.tolerations):
+            return f"with taint {taint.key}:{taint.effect}, which the pods do not tolerate"
     offered = node.status.allocatable or {}
     lacking = [name for name, amount in needed.items() if parse_quantity(offered.get(name, "0")) < amount]
     return f"with {lacking[0]} {offered.get(lacking[0], '0')}" if lacking else ""
@@ -450,13 +449,14 @@ def _judge_class(api: Api, name: str) -> Judgement:
 
 
 def _judge_quota(api: Api, namespace: str, needed: Mapping[str, str]) -> Judgement:
-    """Find the quotas without room for a run."""
+    """Find the quotas without room for a run; `cpu` bounds requests too, and `limits.cpu` limits, which are equal."""
     quotas, lacking = api.ask(api.core.list_namespaced_resource_quota, namespace).items, []
     for quota in quotas:
         hard, used = quota.status.hard or {}, quota.status.used or {}
-        for name in sorted(needed.keys() & hard.keys()):
-            if parse_quantity(hard[name]) - parse_quantity(used.get(name, "0")) < parse_quantity(needed[name]):
-                lacking.append(f"{quota.metadata.name}: {used.get(name, '0')} of {hard[name]} {name} used")
+        for name, most in sorted(hard.items()):
+            amount = needed.get(f"requests.{name.removeprefix('requests.').removeprefix('limits.')}", "0")
+            if parse_quantity(most) - parse_quantity(used.get(name, "0")) < parse_quantity(amount):
+                lacking.append(f"{quota.metadata.name}: {used.get(name, '0')} of {most} {name} used")
     if lacking:
         return ", ".join(lacking), "raise it, or wait for what uses it now"
     return f"{len(quotas)} quotas, room in each" if quotas else "none set", ""

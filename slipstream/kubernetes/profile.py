@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import field
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from slipstream.catalog import CONFIGS
 from slipstream.config import (
@@ -73,6 +73,11 @@ class Toleration(Checked, path="tolerations"):
     """Value of the taint; null tolerates any."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] = "NoSchedule"
     """Effect of the taint."""
+
+    def covers(self, taint: Any) -> bool:
+        """Return True if pods may ignore this taint, a V1Taint."""
+        has_value = self.value is None or self.value == (taint.value or "")
+        return has_value and (self.key, self.effect) == (taint.key, taint.effect)
 
 
 class PodSize(Checked):

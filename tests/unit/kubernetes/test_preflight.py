@@ -10,7 +10,7 @@ import pytest
 from slipstream.cli import main
 from slipstream.config import ConfigError
 from slipstream.kubernetes import preflight
-from slipstream.kubernetes.kubernetes_api import Finding, State
+from slipstream.kubernetes.kubernetes_api import Finding, State, delete_pod
 from slipstream.kubernetes.preflight import PreflightRecord, check, pod_manifests
 from slipstream.kubernetes.profile import ClusterProfile, TrackingService, read_profile
 from slipstream.records.files import read_record, write_record
@@ -105,6 +105,7 @@ MIXED = [
     fake.node("c2", allocatable={"nvidia.com/gpu": "3"}),
     fake.node("c3", clique=None),
     fake.node("c4", taints=[{"key": "maintenance", "effect": "NoSchedule"}]),
+    fake.node("c5", taints=[{"key": "nvidia.com/gpu", "effect": "NoExecute"}]),  # tolerated for NoSchedule
 ]
 CLIQUES = fake.node_list(*[fake.node(f"n{index}", clique=f"a.{index % 2}") for index in range(8)])
 TAINTS = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}, {"key": "slow", "effect": "PreferNoSchedule"}]
@@ -154,7 +155,9 @@ def lack(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **said: 
         lack(
             {NODES: fake.node_list(*MIXED)},
             found="4 usable in clique a.0, 1 usable in clique b.1, 1 not ready, 1 cordoned, 1 with nvidia.com/gpu 3, "
-            "1 without label nvidia.com/gpu.clique, 1 with taint maintenance, which the pods do not tolerate",
+            "1 without label nvidia.com/gpu.clique, "
+            "1 with taint maintenance:NoSchedule, which the pods do not tolerate, "
+            "1 with taint nvidia.com/gpu:NoExecute, which the pods do not tolerate",
             needed="8 in one clique, each cpu 120, memory 720Gi, ephemeral-storage 500Gi, nvidia.com/gpu 4",
             fix="a cluster profile of at most 4 nodes, or more nodes ready in one clique",
         ),
@@ -192,6 +195,10 @@ def lack(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **said: 
         lack({SECRET: GONE}, fix="create it in namespace slipstream, in the shape that deploy/ shows"),
         lack({f"GET {CORE}/serviceaccounts/slipstream": GONE}, fix="create it in namespace slipstream: deploy/ has it"),
         lack({f"GET {CORE}/resourcequotas": USED}, fix="raise it, or wait for what uses it now"),
+        *(
+            lack({f"GET {CORE}/resourcequotas": fake.quotas(({name: "100"}, {}))}, found=f"team: 0 of 100 {name} used")
+            for name in ("cpu", "requests.cpu", "limits.cpu", "memory", "limits.memory")
+        ),
     ],
 )
 def test_a_lack_is_named_alone_and_has_its_fix(
@@ -378,3 +385,16 @@ def test_without_a_cluster_of_pods_or_a_kubeconfig_the_command_says_what_to_set(
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     assert main(["preflight", "--cluster", "gb200", "--context", "lab"]) == 2
     assert "set KUBECONFIG, or name a context of it with --context" in capsys.readouterr().err
+
+
+def test_a_smoke_test_has_deleted_a_pod_if_it_ran_and_the_server_let_it() -> None:
+    running, waiting = (fake.pod(phase)[1] for phase in ("Running", "Pending"))
+    for pods, answer, expected in (
+        ([running, waiting], (200, {}), True),
+        ([running], fake.forbidden("delete", "pods"), False),
+        ([waiting], (200, {}), False),
+    ):
+        cluster = Cluster(answers={f"GET {CORE}/pods": fake.found("PodList", items=pods), f"DELETE {PROBE}": answer})
+        with fake.serving(cluster) as (api, _):
+            assert delete_pod(api, NAMESPACE, "e", "train") is expected
+        assert asked(cluster, "GET") == [f"GET {CORE}/pods?labelSelector=execution-id%3De%2Cnode-id%3Dtrain"]
