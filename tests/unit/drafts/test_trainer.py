@@ -108,7 +108,7 @@ def test_products_in_bfloat16_keep_weights_and_moments_in_float32_and_train_as_w
     assert losses[0] == pytest.approx(expected[0], rel=5e-2)
     assert losses[0] != expected[0]
     assert losses[-1] < 0.5 * losses[0]
-    assert {tensor.dtype for tensor in (*rounded._trained, *rounded._optimizer.moments().values())} == {torch.float32}
+    assert {tensor.dtype for tensor in rounded._optimizer.tensors().values()} == {torch.float32}
     with _Watched() as seen:
         rounded.evaluate(chats)
     assert seen.dtypes == {torch.float32}
@@ -155,7 +155,7 @@ def _stepped(method: OptimizerMethod, gradient: float) -> tuple[list[torch.nn.Pa
     rows = {"fc.weight": 2, "norm.weight": 1, "lm_head.weight": 2}
     named = [(name, torch.nn.Parameter(torch.eye(2)[:num].squeeze(0))) for name, num in rows.items()]
     optimizer = DraftOptimizer(named, OptimizerConfig(learning_rate=0.1, method=method))
-    assert optimizer.moments() == {}
+    assert list(optimizer.tensors()) == ["0.parameter", "1.parameter", "2.parameter"]
     for _, parameter in named:
         parameter.grad = torch.full_like(parameter, gradient)
     optimizer.step(learning_rate=0.1)
@@ -164,14 +164,14 @@ def _stepped(method: OptimizerMethod, gradient: float) -> tuple[list[torch.nn.Pa
 
 def test_muon_takes_the_matrices_but_the_output_head() -> None:
     _, optimizer = _stepped(OptimizerMethod.MUON, 1.0)
-    adamw = [f"{index}.{name}" for index in (1, 2) for name in ("exp_avg", "exp_avg_sq")]
-    assert list(optimizer.moments()) == ["0.momentum_buffer", *adamw]
+    adamw = [f"{index}.{name}" for index in (1, 2) for name in ("parameter", "exp_avg", "exp_avg_sq")]
+    assert list(optimizer.tensors()) == ["0.parameter", "0.momentum_buffer", *adamw]
     assert [each.param_groups[0]["lr"] for each in optimizer.steppers] == [0.1, 0.1]
 
 
 def test_adamw_takes_every_parameter_and_moves_it_by_the_learning_rate_at_first() -> None:
     (matrix, *_), optimizer = _stepped(OptimizerMethod.ADAMW, 3.0)
-    assert len(optimizer.moments()) == 6
+    assert len(optimizer.tensors()) == 9
     torch.testing.assert_close(matrix.detach(), torch.eye(2) - 0.1)
 
 
