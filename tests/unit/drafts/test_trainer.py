@@ -25,6 +25,7 @@ from slipstream.ragged import Ragged
 from slipstream.types import Dtype
 from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS, teach
+from tests.unit.learner.policies import flip
 
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 
@@ -91,10 +92,7 @@ def test_a_resumed_draft_training_equals_an_uninterrupted_one_and_a_damaged_chec
     resumed.load_checkpoint(tmp_path / "step-3")
     assert [resumed.step(chats) for _ in range(3)] == losses[3:]
     assert all(torch.equal(tensor, resumed.state()[name]) for name, tensor in whole.state().items())
-    file = tmp_path / "step-3" / "draft.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(tmp_path / "step-3" / "draft.safetensors")
     with pytest.raises(CheckpointError, match=r"step-3 is damaged: draft\.safetensors differs from the digest"):
         resumed.load_checkpoint(tmp_path / "step-3")
 
