@@ -300,6 +300,13 @@ class Stepped:
         """True if each parameter has a tensor that counts its steps, as in torch; else the group has one number."""
         return isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
 
+    def counts(self) -> list[float]:
+        """Return the optimizer's counts of updates; Muon keeps none."""
+        if self.counts_by_parameter:
+            return [float(self.optimizer.state[self.main]["step"])]
+        groups = [] if isinstance(self.optimizer, BatchedMuon) else self.optimizer.param_groups
+        return [float(group["step"]) for group in groups if group["params"]]
+
     def kept(self) -> dict[str, Tensor]:
         """Return the optimizer's moments by name, sharing memory; empty before the first update."""
         state = self.optimizer.state
