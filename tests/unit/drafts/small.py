@@ -40,10 +40,10 @@ def policy_of(path: Path, *, num_layers: int) -> Path:
     return path
 
 
-def edit_tensors(draft: Path, drop: str = "", **changed: torch.Tensor) -> None:
+def edit_tensors(draft: Path, **changed: torch.Tensor | None) -> None:
+    """Put these tensors in the place of a saved draft's own; None drops one."""
     tensors = {**load_file(draft / "model.safetensors"), **changed}
-    tensors.pop(drop, None)
-    save_file(tensors, draft / "model.safetensors")
+    save_file({name: each for name, each in tensors.items() if each is not None}, draft / "model.safetensors")
 
 
 def teach(trainer: Any, chats: Chats, num_steps: int, *, falls_to: float = 1.0) -> tuple[float, ...]:

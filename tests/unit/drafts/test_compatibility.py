@@ -62,7 +62,7 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 7.0, "original_max_po
         (_edit_config, {LAYERS: [1, 1, 2]}, r"layer_ids must be different layers"),
         (_edit_config, {LAYERS: [0, 1, 5]}, r"must be different layers in \[0, 2\], got \[0, 1, 5\]"),
         (_edit_config, {LAYERS: [0, 1]}, r"fc.weight must be \[32, 2 aux layers x 32\]"),
-        (edit_tensors, {"drop": "norm.weight"}, r"missing \['norm.weight'\]"),
+        (edit_tensors, {"norm.weight": None}, r"missing \['norm.weight'\]"),
         (edit_tensors, {"surprise": torch.zeros(1)}, r"extra \['surprise'\]"),
         (edit_tensors, {"d2t": torch.zeros(3, dtype=torch.long)}, r"draft d2t must be \[16\], got \(3,\)"),
         (_with_maps, {"ids": [2, 3, 9, 16]}, r"draft d2t must lead to policy ids in \[0, 16\), got \[16\]"),

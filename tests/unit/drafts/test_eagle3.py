@@ -124,7 +124,7 @@ def test_an_original_draft_keeps_its_weights_under_our_names(policy: Path, origi
     assert layer["rope_parameters"]["rope_theta"] == 20000.0
     assert layer["max_position_embeddings"] == 64  # the policy's: theirs would clamp it
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(policy)
-    edit_tensors(original, drop="t2d")  # the policy's mark of tokens follows from the draft's map
+    edit_tensors(original, t2d=None)  # the policy's mark of tokens follows from the draft's map
     assert torch.equal(_tensors(bring(_given(original)))["t2d"], renamed["t2d"])
 
 
