@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.data.config import SourceConfig
-from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, is_blank, normalise, read_item, schema_of
+from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, is_blank, normalise, read_item
 
 DAPO = next(schema for schema in SCHEMAS if schema.name == "DAPO-Math-17k (BytedTsinghua)")
 MAGPIE = next(schema for schema in SCHEMAS if schema.name == "Magpie")
@@ -109,20 +108,6 @@ def test_an_answer_is_text_or_a_number_of_a_reward_model(answer: object, read: s
     assert dapo(("user", "1+1=?"), answer=answer).answer == read
     for model in (None, {}, "2"):
         assert read_item(DAPO, {"prompt": turns(("user", "1+1=?")), "reward_model": model}).answer == ""
-
-
-@pytest.mark.parametrize(
-    ("row", "name", "answer"),
-    [
-        ({"question": "How many?", "answer": "2 and 2 make <<2+2=4>>4.\n#### 1,004"}, "GSM8K", "1,004"),
-        ({"problem": "Find x.", "solution": "Not \\boxed{1}, but $\\boxed{\\frac 1 2}$."}, "MATH", "\\frac 1 2"),
-        ({"problem": "Find x.", "solution": "No box, or \\boxed{one without an end"}, "MATH", ""),
-    ],
-)
-def test_sets_of_worked_answers_give_the_final_one(row: dict[str, Any], name: str, answer: str) -> None:
-    schema = schema_of(SourceConfig(path="here"), list(row), field="data.train")
-    item = read_item(schema, row)
-    assert (schema.name, item.problem, item.answer) == (name, next(iter(row.values())), answer)
 
 
 def test_a_chat_brings_what_a_reward_function_reads() -> None:

@@ -314,8 +314,8 @@ def test_an_update_takes_no_more_tokens_than_it_is_given(cap: int | None, num_ra
         _num_steps = 0
 
         def step(self, chats: Chats, **_: Any) -> float:
-            taken.append(sum(map(len, chats.sequences)))
-            assert list(chats.prompt_lengths) == [tokens[0] for tokens in chats.sequences]
+            taken.append(sum(map(len, chats.token_ids)))
+            assert list(chats.prompt_lengths) == [tokens[0] for tokens in chats.token_ids]
             return float(len(taken))
 
     config = draft_with(ALWAYS, pretrain={"tokens_per_step": 12}, online={"tokens_per_update": cap, "updates": 3})

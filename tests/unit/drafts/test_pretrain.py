@@ -12,9 +12,9 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import (
-    Responses,
     completed_losses,
     heldout_acceptance,
     link_draft_model,
@@ -64,7 +64,7 @@ CONFIG = draft_with(
 SCRATCH = ScratchConfig(
     optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=0.1, warmup_steps=2), num_steps=5
 )
-TRAIN = Responses(token_ids=((1, 2, 3), (4, 5, 6), (7, 8, 9)), prompt_lengths=(1, 2, 1))
+TRAIN = Chats(((1, 2, 3), (4, 5, 6), (7, 8, 9)), (1, 2, 1))
 
 
 class Learner:

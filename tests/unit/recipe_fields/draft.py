@@ -17,7 +17,7 @@ from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts import length, methods
 from slipstream.drafts.learner_draft import Chats
-from slipstream.drafts.pretrain import Responses, scratch_model
+from slipstream.drafts.pretrain import scratch_model
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.protocol import GenerationResult, RunningTime
 from slipstream.ragged import Ragged
@@ -127,7 +127,7 @@ def known_tokens(recipe: Recipe, tools: Tools) -> object:
     """Of a policy of 64 tokens those that the draft knows."""
     policy = SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64))
     tools.patch.setattr(pretrain_draft, "Architecture", policy)
-    answers = Responses(token_ids=((1, 7, 7, 9),), prompt_lengths=(1,))
+    answers = Chats([(1, 7, 7, 9)], [1])
     return pretrain_draft.known_tokens(recipe.draft, answers, tools.directory)
 
 
