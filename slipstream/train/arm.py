@@ -254,7 +254,6 @@ class Run:
                 prompts=prompts,
                 score=score,
                 trainer=trainer,
-                sampling=recipe.sampling,
                 on_step=on_step,
                 start_clock=start_clock,
             )
@@ -264,7 +263,6 @@ class Run:
             prompts=prompts,
             score=score,
             trainer=trainer,
-            sampling=recipe.sampling,
             loop=recipe.loop,
             on_step=on_step,
             start_clock=start_clock,
@@ -338,8 +336,7 @@ class Run:
         return Trainer(
             learner=learner,
             config=recipe.grpo,
-            temperature=recipe.sampling.temperature,
-            max_response_tokens=recipe.sampling.max_response_tokens,
+            sampling=recipe.sampling,
             draft=draft,
             guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
             max_lag=recipe.loop.max_off_policy_steps,

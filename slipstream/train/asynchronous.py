@@ -32,7 +32,6 @@ from dataclasses import dataclass, field, replace
 
 from slipstream.data.prompts import PromptStream
 from slipstream.engine.acceptance import combine
-from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion, group_requests, rollout_seed
 from slipstream.grpo.config import LoopConfig, TooOld
 from slipstream.records.steps import RefitCheck, StepRecord
@@ -62,7 +61,6 @@ class AsyncLoop:
     prompts: PromptStream
     score: Callable[[Sequence[RolloutGroup]], RewardResult]
     trainer: Trainer
-    sampling: SamplingConfig
     loop: LoopConfig
     on_step: Callable[[StepRecord, Pending | None], None]
     start_clock: Callable[[], StageClock] = StageClock
@@ -147,7 +145,7 @@ class AsyncLoop:
         with self._watch.engine.busy():
             result = self.engines.generate(
                 self.prompts.batch(batch),
-                sampling=self.sampling,
+                sampling=self.trainer.sampling,
                 group_size=config.group_size,
                 seed=engine_seed(config.seed, self.arm, batch),
             )
