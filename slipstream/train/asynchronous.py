@@ -42,7 +42,7 @@ from slipstream.train.loop import Trainer, engine_seed, recent
 from slipstream.train.metrics import StageClock, Stopwatch
 from slipstream.train.queues import Queue, ThreadGroup
 from slipstream.train.recovery import FaultTolerantEngines
-from slipstream.train.turns import Turn
+from slipstream.train.turns import ALONE, Turn
 from slipstream.types import Arm, LoopMode, RolloutGroup
 
 _MAX_ADVANCE_S = 0.05  # longest time for which one call of `advance` delays new weights
@@ -64,7 +64,7 @@ class AsyncLoop:
     loop: LoopConfig
     on_step: Callable[[StepRecord, Pending | None], None]
     start_clock: Callable[[], StageClock] = StageClock
-    turn: Turn | None = None  # all requested batches are there when it ends; None: the arm trains alone
+    turn: Turn = ALONE  # all requested batches are there when it ends
     threads: ThreadGroup = field(default_factory=ThreadGroup)
     pending: Pending = field(default_factory=Pending)  # of an earlier attempt, whose unfinished groups are restarted
     submitted: Submitted | None = None  # counter over all attempts; None: nothing is counted
@@ -199,7 +199,7 @@ class AsyncLoop:
         versions: tuple[Versions, ...] = self.pending.published
         for step in range(start_step, trainer.config.num_steps):
             clock = self.start_clock()
-            if self.turn is not None and self.turn.begins_with(step):
+            if self.turn.begins_with(step):
                 watch.restart()
             draft_version, published = trainer.draft.version, None
             with watch.exporting():
@@ -216,8 +216,7 @@ class AsyncLoop:
                 published = watch.delivered(clock, self._published.take)
             refit, num_restarted = published
             watch.num_restarted += num_restarted
-            is_last = self.turn is not None and self.turn.begins_with(step + 1)
-            is_drained = is_last or trainer.config.is_checkpoint_due(step)
+            is_drained = self.turn.begins_with(step + 1) or trainer.config.is_checkpoint_due(step)
             pending = self._pending(step, versions, clock) if is_drained else None
             times, overlap = clock.times(), watch.overlap()
             record = trainer.record(step, times, refit, learned, overlap=overlap, machine=clock.machine_use())

@@ -60,7 +60,7 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The turns of one member, of `num_steps` steps each."""
+    """The turns of one member, of `num_steps` steps each; with 0 no turn ever begins."""
 
     turns: Turns
     name: str
@@ -73,7 +73,11 @@ class Turn:
 
     def begins_with(self, step: int) -> bool:
         """Return True if a turn begins with this step."""
-        return step % self.num_steps == 0
+        return self.num_steps > 0 and step % self.num_steps == 0
+
+
+ALONE = Turn(Turns(()), "", num_steps=0)
+"""Turn of a trainer that has its machine alone, and waits for nobody."""
 
 
 def in_turn(

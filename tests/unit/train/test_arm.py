@@ -33,7 +33,7 @@ from slipstream.train.arm import ArmPlan, Run, score
 from slipstream.train.batch import Submitted
 from slipstream.train.loop import engine_seed
 from slipstream.train.metrics import StageClock, Stopwatch
-from slipstream.train.turns import in_turn
+from slipstream.train.turns import ALONE, in_turn
 from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.train.world import (
@@ -151,7 +151,7 @@ def run_of(
     plan_arm: Arm = Arm.SPECULATIVE,
     k: int = 0,
     schedule: tuple[ScheduleEntry, ...] = (),
-    turn: Any = None,
+    turn: Any = ALONE,
 ) -> Run:
     """A run of one arm that would be evaluated on two problems."""
     fakes: Any = engines
