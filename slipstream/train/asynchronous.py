@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from slipstream.data.prompts import PromptStream
-from slipstream.engine.acceptance import combine
 from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion, group_requests, rollout_seed
 from slipstream.grpo.config import LoopConfig, TooOld
 from slipstream.records.steps import RefitCheck, StepRecord
@@ -44,6 +43,7 @@ from slipstream.train.queues import Queue, ThreadGroup
 from slipstream.train.recovery import FaultTolerantEngines
 from slipstream.train.turns import ALONE, Turn
 from slipstream.types import Arm, LoopMode, RolloutGroup
+from slipstream.workers.scheduler import together
 
 _MAX_ADVANCE_S = 0.05  # longest time for which one call of `advance` delays new weights
 
@@ -249,15 +249,15 @@ class AsyncLoop:
             (own,) = batch
             watch.num_regenerated += own.result.num_regenerated
             return own.result, own.rewards
-        advanced = self._advanced.drain()
-        drafted = [each.acceptance for each in advanced if each.acceptance is not None]
-        watch.num_regenerated += sum(each.num_regenerated for each in advanced)
+        advanced = together(self._advanced.drain(), num_engines=1)
+        drafted = advanced.acceptance
+        watch.num_regenerated += advanced.num_regenerated
         result = GenerationResult(
             groups=tuple(group for each in batch for group in each.result.groups),
-            acceptance=combine(drafted) if any(each.num_drafts for each in drafted) else None,
+            acceptance=drafted if drafted is not None and drafted.num_drafts else None,
             generation_s=watch.generated_s(),
-            num_preemptions=sum(each.num_preemptions for each in advanced),
-            num_engine_restarts=sum(each.num_engine_restarts for each in advanced),
+            num_preemptions=advanced.num_preemptions,
+            num_engine_restarts=advanced.num_engine_restarts,
         )
         return result, joined([each.rewards for each in batch])
 
