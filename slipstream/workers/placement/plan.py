@@ -26,17 +26,13 @@ class Node:
     name: str  # Ray's id of a live host
     num_gpus: int
     nvlink_domain: str | None = None  # nodes of one domain reach each other's GPUs over NVLink
-    numa: tuple[int, ...] = ()  # NUMA node of each GPU
+    numa: tuple[int, ...] = ()  # NUMA node of each GPU, by `session.with_numa`
     address: str = ""
     num_cpus: float = 0.0
     free_cpus: float = field(default=0.0, compare=False)
     free_gpus: float = field(default=0.0, compare=False)
     object_store_bytes: int = field(default=0, compare=False)
     labels: Mapping[str, str] = field(default_factory=dict, compare=False)
-
-    def __post_init__(self) -> None:
-        known = len(self.numa)
-        require(known in (0, self.num_gpus), f"node {self.name}: numa", f"must name {self.num_gpus} GPUs", self.numa)
 
 
 Cluster = Sequence[Node]

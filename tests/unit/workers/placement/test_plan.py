@@ -265,12 +265,10 @@ def test_another_form_of_a_cluster_is_refused(refusal: Refusal, text: str) -> No
     assert refusal(parse_cluster, text=text) == said
 
 
-def test_no_nodes_no_gpus_empty_domains_and_a_numa_label_that_leaves_gpus_out_are_refused(refusal: Refusal) -> None:
+def test_no_nodes_no_gpus_and_empty_domains_are_refused(refusal: Refusal) -> None:
     for text in ("0x4", "4x0"):
         assert refusal(parse_cluster, text=text) == f"--cluster must have nodes and GPUs, got {text!r}"
     assert refusal(parse_cluster, text="4x4", domain_nodes=0) == "--domain-nodes must be >= 1, got 0"
-    assert Node(name="n", num_gpus=2, numa=(0, 1)).numa == (0, 1)
-    assert refusal(Node, name="n", num_gpus=2, numa=(0,)) == "node n: numa must name 2 GPUs, got (0,)"
 
 
 def test_a_split_plan_shows_ranks_and_workers() -> None:
