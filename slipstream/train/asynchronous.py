@@ -199,7 +199,7 @@ class AsyncLoop:
         versions: tuple[Versions, ...] = self.pending.published
         for step in range(start_step, trainer.config.num_steps):
             clock = self.start_clock()
-            if self.turn.begins_with(step):
+            if self.turn.begins_with(step) or (step == start_step and self.turn is not ALONE):
                 watch.restart()
             draft_version, published = trainer.draft.version, None
             with watch.exporting():
