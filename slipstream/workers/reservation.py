@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slipstream.config import ConfigError
 from slipstream.workers.placement.config import Layout
-from slipstream.workers.placement.plan import Cluster, Node, Plan, Slot, make_plan, replanned
+from slipstream.workers.placement.plan import Cluster, Node, Plan, Slot, make_plan, plan_text, replanned
 from slipstream.workers.session import actor_environment, ray_nodes, with_numa
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,9 @@ def _planned(layout: Layout, plan_on: Callable[[Cluster], Plan], deadline: float
     while True:
         nodes = ray_nodes()
         try:
-            return plan_on([with_numa(node) for node in nodes])
+            plan = plan_on([with_numa(node) for node in nodes])
+            logger.info("placement: %s", plan_text(plan))
+            return plan
         except ConfigError as error:
             if time.monotonic() + _POLL_S > deadline:
                 raise PlacementError(

@@ -198,7 +198,7 @@ def plan_text(plan: Plan) -> str:
     for index, node in enumerate(plan.nodes):
         numa = [f" (NUMA {number})" for number in node.numa] or [""] * per_node
         cells = [" ".join(held[Slot(index, gpu)]) + numa[gpu] for gpu in range(per_node)]
-        rows.append([node.name, node.nvlink_domain or "-", *cells])
+        rows.append([node.address or node.name, node.nvlink_domain or "-", *cells])
     return "\n".join([*head, "", table(rows)])
 
 
