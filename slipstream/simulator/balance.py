@@ -211,13 +211,17 @@ def _of_gpus(
     # Each stage is measured on the GPUs that it used.
     generating = replace(run_setting(layout), num_gpus=layout.generation_gpus or total)
     found = calibrate_run(run.arms, run.tuning, generating)
-    training = replace(found.setting, num_gpus=total - layout.generation_gpus)
     splits = [gpus for gpus in range(engine, total, engine) if gpus % gpus_per_node == total % gpus_per_node == 0]
     rule = f"must leave a GPU for training beside an engine of {engine}, in nodes of {gpus_per_node}"
     require(bool(splits), "--run", rule, total)
     for arm in run.arms:
         measured = stagewise(fmean, [step.times for step in arm.timed_steps])
-        learner = Learner(measured=measured, setting=training, mean_tokens=found.mean_tokens)
+        learner = Learner(
+            measured=measured,
+            setting=found.setting,
+            mean_tokens=found.mean_tokens,
+            num_gpus=total - layout.generation_gpus,  # an engine may need more
+        )
         seconds = _measured_cost(found, arm.num_speculative_tokens, measured.generation_s)
         for gpus in splits:
             joined = overlap(
