@@ -121,6 +121,14 @@ def completed_losses(checkpoint: Path) -> list[float]:
     return json.loads(file.read_text()) if file.is_file() else []
 
 
+def require_windows(heldout: Responses, *, num_tokens: int) -> None:
+    """Reject held-out responses of which none has room for `num_tokens` drafts behind its first token."""
+    pairs = zip(heldout.token_ids, heldout.prompt_lengths, strict=True)
+    longest = max(len(tokens) - start for tokens, start in pairs)
+    rule = f"must leave a held-out response of more than {num_tokens} tokens"
+    require(longest > num_tokens, "draft.pretrain.ttt_steps", rule, longest, "lower it")
+
+
 def require_cut(num: int, vocab_size: int, *, field: str) -> None:
     """Reject a draft's vocabulary, the recipe's `field`, that is not smaller than the policy's."""
     fix = "null keeps the whole vocabulary"
@@ -190,9 +198,7 @@ def heldout_acceptance(
         draft: the draft's logprobs of the same tokens.
     """
     chances = [np.exp(np.minimum(q[1:] - p[1:], 0.0, dtype=np.float64)) for p, q in zip(policy, draft, strict=True)]
-    long = [each for each in chances if len(each) >= num_tokens]
-    rule = f"must leave a held-out response of more than {num_tokens} tokens"
-    require(bool(long), "draft.pretrain.ttt_steps", rule, max(map(len, chances), default=0) + 1, "lower it")
+    long = [each for each in chances if len(each) >= num_tokens]  # some are, by `require_windows`
     windows = np.concatenate([np.lib.stride_tricks.sliding_window_view(each, num_tokens) for each in long])
     return DraftProgress(
         rate_by_position=tuple(float(rate) for rate in windows.mean(axis=0)),

@@ -105,7 +105,8 @@ def train_on(
 
     Raises:
         ConfigError: fewer prompts than `num_prompts` + `num_heldout_prompts` of `draft.pretrain`; a given draft that
-            does not fit; or a `vocab_size` of the draft that leaves no token out.
+            does not fit; a `vocab_size` of the draft that leaves no token out; or held-out responses that are too short
+            for `ttt_steps`.
     """
     config = recipe.draft
     start = time.perf_counter()
@@ -121,6 +122,7 @@ def train_on(
     num_heldout = config.pretrain.num_heldout_prompts * config.pretrain.samples_per_prompt
     train = responses.select(range(num_heldout, len(responses.token_ids)))
     heldout = responses.select(range(num_heldout))
+    pretrain.require_windows(heldout, num_tokens=config.pretrain.ttt_steps)
     teach = _teach_states if config.trains is Training.HIDDEN_STATES else _teach_responses
     done = len(pretrain.completed_losses(directory / _CHECKPOINT))
     with (

@@ -58,9 +58,21 @@ class DraftLearner:
         return call
 
 
+class WordyEngine(NotedEngine):
+    """Answers each token of another engine's answers twice: a draft of three tokens fits in."""
+
+    def generate(self, prompts: Sequence[Prompt], **asked: Any) -> GenerationResult:
+        found = super().generate(prompts, **asked)
+        groups = []
+        for group in found.groups:
+            rollouts = (replace(one, token_ids=2 * one.token_ids) for one in group.rollouts)
+            groups.append(replace(group, rollouts=tuple(rollouts)))
+        return replace(found, groups=tuple(groups))
+
+
 def draft_training(recipe: Recipe, tools: Tools) -> object:
     """What engine and learner are asked for by the draft's training."""
-    engine, learner = NotedEngine(), DraftLearner()
+    engine, learner = WordyEngine(), DraftLearner()
     tools.patch.setattr(pretrain_draft, "start_engine", lambda policy, config, layout: nullcontext(engine))
     tools.patch.setattr(pretrain_draft, "start_learner", lambda config, layout: nullcontext(learner))
     directory = tools.directory / "draft_training"
