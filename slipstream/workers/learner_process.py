@@ -178,7 +178,7 @@ class LearnerProcess:
         function = partial(conditionals, **_distribution(sampling), generator=self._generator(seed))
         values = self._loaded.map_logits(sequences, prompt_lengths, function, width=len(COLUMNS))
         lengths = [len(tokens) - start for tokens, start in zip(sequences, prompt_lengths, strict=True)]
-        return np.split(values, np.cumsum(lengths[:-1], dtype=np.int64))
+        return list(Ragged(values, np.cumsum(lengths, dtype=np.int64)))
 
     def next_token_probabilities(self, part: Ragged, sampling: SamplingConfig) -> np.ndarray:
         """Compute the distribution that is sampled after each prefix: [prefixes, vocabulary]."""
