@@ -341,10 +341,12 @@ class LearnerProcess:
             held = (weights for weights in self._loaded.held_weights() if turn.takes(weights.parts[0].name))
             return part_fingerprints(held, dtypes)
         whole = iter(self._drafting.weights() if is_draft else self._source(POLICY))
-        named = {name: tensor for name, tensor in whole if name in dtypes and turn.takes(name)}
-        if self._rank:
-            return {}
-        return part_fingerprints((held_whole(name, tensor) for name, tensor in named.items()), dtypes)
+        held = (held_whole(name, tensor) for name, tensor in whole if name in dtypes and turn.takes(name))
+        if self._rank == 0:
+            return part_fingerprints(held, dtypes)
+        for _ in held:  # gathering is collective, so every rank iterates, and keeps no tensor
+            pass
+        return {}
 
     def _source(self, model: str) -> WeightSource:
         from slipstream.refit.stream import WeightSource

@@ -1,9 +1,11 @@
 """A rank of the learner: files for engines on its host, fingerprints by turn, and the drafts that it starts from."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -129,6 +131,27 @@ def test_a_rank_judges_each_of_its_sequences_and_none_where_it_has_none() -> Non
         sequences = [[7] * (1 + length) for length in lengths]
         found = rank.conditionals((Ragged.of(sequences, np.int32), [1] * len(lengths)), sampling, seed=0)
         assert [len(values) for values in found] == lengths
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fingerprints_of_gathered_weights_hold_one_tensor_at_a_time(rank: int) -> None:
+    """Together the tensors of a quantized policy would be a second policy on every rank."""
+    alive = weakref.WeakSet[torch.Tensor]()
+    most = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for layer in range(4):
+            tensor = torch.ones(2, 2)
+            alive.add(tensor)
+            most = max(most, len(alive))
+            yield f"layers.{layer}.w", tensor
+            del tensor
+
+    process = Rank(rank)
+    process.draft = cast(Any, SimpleNamespace(weights=gathered))
+    process.weight_fingerprints({f"layers.{layer}.w": "float32" for layer in range(4)}, ALL, is_draft=True)
+    assert most <= 2  # the one before is there until the next has come
 
 
 @pytest.mark.parametrize(("rank", "names"), [(0, {"fc"}), (1, set())])
