@@ -6,8 +6,10 @@ A process holds one `VllmEngine` only, as deleting one of two breaks the other.
 from __future__ import annotations
 
 import glob
+import multiprocessing.connection
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -409,6 +411,24 @@ class VllmEngine:
             "KV cache tokens": str(config.cache_config.kv_cache_size_tokens),
             **({} if self._weight_format is None else {"matrices": self._weight_format.dtype}),
         }
+
+    def watch_ranks(self, on_end: Callable[[], None]) -> None:
+        """Call `on_end` from another thread as soon as a child process of a tensor-parallel rank has ended.
+
+        vLLM sees that too, but ends the other ranks first, and what runs here then fails with an error of its own.
+        """
+        from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+        executor = self._llm.llm_engine.engine_core.engine_core.model_executor
+        if not isinstance(executor, MultiprocExecutor):
+            return
+        ranks = [each.proc.sentinel for each in executor.workers]
+
+        def watch() -> None:
+            multiprocessing.connection.wait(ranks)
+            on_end()
+
+        threading.Thread(target=watch, daemon=True, name="ranks").start()
 
     def locations(self) -> list[Location]:
         """Return the locations of the engine's workers."""

@@ -55,9 +55,9 @@ def quantize(matrix: Tensor, to: WeightFormat) -> tuple[Tensor, Tensor]:
 
 
 def restored(matrix: Tensor, to: WeightFormat) -> Tensor:
-    """Round a matrix to 8 bits and return what it then stands for, in its own type."""
+    """Round a matrix to 8 bits and return what it then stands for, in float32, as 16 bits would round it again."""
     values, scale = quantize(matrix, to)
-    return (values.float() * scale).to(matrix.dtype)
+    return values.float() * scale
 
 
 def rounded_input(states: Tensor, to: WeightFormat, *, num_slices: int = 1) -> Tensor:

@@ -66,6 +66,7 @@ class EngineProcess(VllmEngine):
         _name_interface()
         super().__init__(policy, config=config, speculative_config=speculative_config, **options)
         self._most_threads = config.num_threads
+        self.watch_ranks(_end_engine)
 
     def limit_threads(self, num_threads: int | None) -> None:
         """Compute on at most this many threads, beside a learner on the same host; None ends the limit.
@@ -110,6 +111,12 @@ class SglangProcess(SglangEngine):
         """Refit the engine from files that this host must see."""
         require_here(weights.policy)
         return super().refit(weights)
+
+
+def _end_engine() -> None:
+    """End this process, whose engine has lost a rank: Ray then reports a lost engine, which is replaced."""
+    logger.error("a rank of this engine has ended, and the engine ends with it")
+    os._exit(1)
 
 
 def _name_interface() -> None:

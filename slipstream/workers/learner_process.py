@@ -178,7 +178,7 @@ class LearnerProcess:
         function = partial(conditionals, **_distribution(sampling), generator=self._generator(seed))
         values = self._loaded.map_logits(sequences, prompt_lengths, function, width=len(COLUMNS))
         lengths = [len(tokens) - start for tokens, start in zip(sequences, prompt_lengths, strict=True)]
-        return np.split(values, np.cumsum(lengths[:-1], dtype=np.int64))
+        return list(Ragged(values, np.cumsum(lengths, dtype=np.int64)))
 
     def next_token_probabilities(self, part: Ragged, sampling: SamplingConfig) -> np.ndarray:
         """Compute the distribution that is sampled after each prefix: [prefixes, vocabulary]."""
@@ -341,10 +341,12 @@ class LearnerProcess:
             held = (weights for weights in self._loaded.held_weights() if turn.takes(weights.parts[0].name))
             return part_fingerprints(held, dtypes)
         whole = iter(self._drafting.weights() if is_draft else self._source(POLICY))
-        named = {name: tensor for name, tensor in whole if name in dtypes and turn.takes(name)}
-        if self._rank:
-            return {}
-        return part_fingerprints((held_whole(name, tensor) for name, tensor in named.items()), dtypes)
+        held = (held_whole(name, tensor) for name, tensor in whole if name in dtypes and turn.takes(name))
+        if self._rank == 0:
+            return part_fingerprints(held, dtypes)
+        for _ in held:  # gathering is collective, so every rank iterates, and keeps no tensor
+            pass
+        return {}
 
     def _source(self, model: str) -> WeightSource:
         from slipstream.refit.stream import WeightSource

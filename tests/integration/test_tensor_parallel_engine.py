@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.torch import load_file
 
@@ -15,6 +16,7 @@ from slipstream.learner.config import LearnerConfig
 from slipstream.refit.config import RefitError
 from slipstream.refit.gate import RefitGate
 from slipstream.types import Dtype
+from slipstream.workers.calls import LostWorkerError
 from slipstream.workers.engines import start_engine
 from slipstream.workers.learners import start_learner
 from tests import small
@@ -64,3 +66,14 @@ def test_both_ranks_cut_their_shards_from_what_comes_over_gloo(engine: Any, mode
         learner.load(models["new"], None)
         learner.start_draft(models["new"], DRAFT)
         require_gloo_as_shared_memory(learner, engine, models)
+
+
+def test_an_engine_that_loses_a_rank_is_lost_as_a_whole_so_that_it_is_replaced(engine: Any) -> None:
+    """The last test of the module: the engine is gone. An error of the engine itself would end the run."""
+    (worker,) = engine.workers
+    ranks = [each for each in psutil.Process(worker.pid).children(recursive=True) if "Worker" in each.name()]
+    ranks[-1].kill()
+    with pytest.raises(LostWorkerError, match=r"engine 0 on .* died during generate"):
+        engine.generate(PROMPTS, sampling=SAMPLING, group_size=4, seed=1)
+    assert engine.lost_workers() == [worker]
+    assert not psutil.wait_procs(ranks, timeout=30)[1]  # the other rank ends too, and frees what it held

@@ -16,6 +16,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.lifecycle.forward import quantize as reference
 
+from slipstream.learner.judge import rounded_weights
 from slipstream.refit.config import WeightFormat
 from slipstream.refit.quantization import checkpoint_config, quantize, quantized, restored, rounded_input
 from slipstream.refit.stream import WeightSource
@@ -55,6 +56,16 @@ def test_values_are_those_of_compressed_tensors(form: WeightFormat, kind: Quanti
     assert torch.equal(values.float(), theirs.float())
     assert torch.equal(restored(matrix, form), dequantize(theirs, scale, zero, args, dtype=torch.float32))
     assert (restored(matrix, form) - matrix).abs().max() < (0.02 if kind is QuantizationType.INT else 0.15)
+
+
+@pytest.mark.parametrize("form", [INT8, FP8])
+def test_a_judge_reads_from_bfloat16_the_very_weights_that_an_engine_multiplies_with(form: WeightFormat) -> None:
+    name, norm = "model.layers.0.self_attn.q_proj.weight", "model.norm.weight"
+    saved = {name: torch.randn(8, 64).bfloat16(), norm: torch.ones(4).bfloat16()}
+    read = rounded_weights(saved.__getitem__, form)
+    values, scale = quantize(saved[name], form)
+    assert torch.equal(read(name), values.float() * scale)
+    assert torch.equal(read(norm), saved[norm])
 
 
 @pytest.mark.parametrize("form", [INT8, FP8])

@@ -1,15 +1,20 @@
 """A rank of the learner: files for engines on its host, fingerprints by turn, and the drafts that it starts from."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from slipstream.engine.config import SamplingConfig
 from slipstream.learner.config import LearnerConfig
+from slipstream.ragged import Ragged
 from slipstream.refit.config import WeightFormat
 from slipstream.refit.fingerprint import ALL, HeldWeights, Turn, held_whole, part_fingerprints
 from slipstream.types import Dtype
@@ -23,6 +28,7 @@ class Model:
 
     tensors: dict[str, torch.Tensor]
     num_passes: int = 0
+    device = torch.device("cpu")
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.num_passes += 1
@@ -30,6 +36,10 @@ class Model:
 
     def held_weights(self) -> Iterator[HeldWeights]:
         return (held_whole(name, tensor) for name, tensor in self.tensors.items())
+
+    def map_logits(self, sequences: Any, prompt_lengths: Any, function: Any, *, width: int) -> Any:
+        num_tokens = sum(len(tokens) - start for tokens, start in zip(sequences, prompt_lengths, strict=True))
+        return np.arange(num_tokens * width, dtype=np.float64).reshape(num_tokens, width)
 
 
 class Rank(LearnerProcess):
@@ -112,6 +122,36 @@ def test_a_quantized_policy_is_written_and_fingerprinted_as_engines_hold_it(tmp_
     assert rank.weight_fingerprints(dtypes, Turn(index=0, count=2)) == other.weight_fingerprints(dtypes, ALL) == {}
     rank.release()
     assert rank.weight_bytes() == 8 + 8
+
+
+def test_a_rank_judges_each_of_its_sequences_and_none_where_it_has_none() -> None:
+    """The last responses of a certificate may be fewer than the data-parallel ranks."""
+    rank, sampling = Rank(), SamplingConfig(max_response_tokens=1)
+    for lengths in ([], [3], [2, 1]):
+        sequences = [[7] * (1 + length) for length in lengths]
+        found = rank.conditionals((Ragged.of(sequences, np.int32), [1] * len(lengths)), sampling, seed=0)
+        assert [len(values) for values in found] == lengths
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_fingerprints_of_gathered_weights_hold_one_tensor_at_a_time(rank: int) -> None:
+    """Together the tensors of a quantized policy would be a second policy on every rank."""
+    alive = weakref.WeakSet[torch.Tensor]()
+    most = 0
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal most
+        for layer in range(4):
+            tensor = torch.ones(2, 2)
+            alive.add(tensor)
+            most = max(most, len(alive))
+            yield f"layers.{layer}.w", tensor
+            del tensor
+
+    process = Rank(rank)
+    process.draft = cast(Any, SimpleNamespace(weights=gathered))
+    process.weight_fingerprints({f"layers.{layer}.w": "float32" for layer in range(4)}, ALL, is_draft=True)
+    assert most <= 2  # the one before is there until the next has come
 
 
 @pytest.mark.parametrize(("rank", "names"), [(0, {"fc"}), (1, set())])

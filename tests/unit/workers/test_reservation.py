@@ -84,7 +84,8 @@ def test_an_engine_with_a_gpu_does_not_start_on_the_cpu(
     with pytest.raises(PlacementError, match=message):
         start()
     started: list[Any] = []
-    replace_in(monkeypatch, engines.VllmEngine, __init__=lambda *_, **__: started.append("vLLM"))
+    fake = {"__init__": lambda *_, **__: started.append("vLLM"), "watch_ranks": lambda *_: None}
+    replace_in(monkeypatch, engines.VllmEngine, **fake)
     replace_in(monkeypatch, engines, node_address=lambda: "127.0.0.1")
     start(logical_gpus=True)
     assigned.clear()
