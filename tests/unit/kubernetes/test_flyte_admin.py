@@ -19,6 +19,7 @@ from slipstream.recipe import load_recipe, write_recipe
 from slipstream.stages.context import recorded_recipe
 from slipstream.stages.fail_run import reconcile
 from slipstream.stages.runs import execution_run
+from slipstream.stages.start_run import start_run
 from slipstream.tracking.spool import open_executions, read_spool
 from tests.small import UNTRACKED, run_context
 from tests.unit.kubernetes.api_server import Answer, Cluster, serving, status
@@ -116,6 +117,19 @@ def test_runs_of_terminated_executions_end_and_those_that_go_on_or_are_recovered
     assert open_executions(tmp_path) == sorted([FAILED, GOING_ON, "demo-of-this-machine"])
     ends = [event.status for path in (tmp_path / "spool").glob("*.jsonl") for event in read_spool(path).events]
     assert [each for each in ends if each] == ["KILLED"]
+
+
+def test_an_execution_that_another_resumes_ends_with_that_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_under(flyte_execution: str, *, resume: bool = True) -> None:
+        monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", flyte_execution)
+        start_run("tiny", root=tmp_path, execution=ABORTED, overrides={"tracking": UNTRACKED}, resume=resume)
+
+    with serving(Cluster(answers=dict(ROUTES))) as (_, address):
+        start_under(ABORTED, resume=False)
+        start_under(GOING_ON)
+        assert reconcile(tmp_path, at(address)) == {}
+        start_under(FAILED)
+        assert reconcile(tmp_path, at(address)) == {ABORTED: "FAILED"}
 
 
 def kept(phase: str, *nodes: dict[str, Any], outputs: Sequence[str] = ()) -> Cluster:
