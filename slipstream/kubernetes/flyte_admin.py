@@ -6,6 +6,7 @@ a Flyte 1.16.8 (tests/data/flyte). Launching and terminating were never tried on
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -113,8 +114,8 @@ class FlyteAdmin:
             fix = f"; set {TOKEN_VARIABLE}" if error.code in (401, 403) else ""
             text = error.read().decode(errors="replace")[:500]
             raise FlyteError(f"flyteadmin at {self.endpoint}: {error.code} {text}{fix}") from error
-        except (OSError, ValueError) as error:
-            raise FlyteError(f"flyteadmin at {self.endpoint} did not answer {method} {path}: {error}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:  # the last where a port speaks gRPC
+            raise FlyteError(f"flyteadmin at {self.endpoint} did not answer {method} {path}: {error!r}") from error
 
 
 def admin_of(

@@ -6,6 +6,7 @@ that is not enough. A refusal or a time-out of the cluster is a finding and rais
 
 from __future__ import annotations
 
+import http.client
 import os
 import time
 import urllib.error
@@ -470,8 +471,8 @@ def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
             found, fix = f"{answer.status}", "" if answer.status == 200 else fix
     except urllib.error.HTTPError as error:
         found = f"{error.code} {error.reason}"
-    except OSError as error:
-        found = f"no answer: {error}"
+    except (OSError, http.client.HTTPException) as error:
+        found = f"no answer: {error!r}"
     return Finding.of(f"MLflow at {uri}", found=found, needed="200 on /health", fix=fix)
 
 

@@ -22,7 +22,7 @@ from slipstream.stages.runs import execution_run
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.spool import open_executions, read_spool
 from tests.small import UNTRACKED, run_context
-from tests.unit.kubernetes.api_server import Answer, Cluster, serving, status
+from tests.unit.kubernetes.api_server import NO_HTTP, Answer, Cluster, serving, status
 
 RECORDED = Path(__file__).parents[2] / "data" / "flyte"
 OF = "slipstream/development"
@@ -85,6 +85,9 @@ def test_a_refusal_and_a_silent_server_are_named() -> None:
     with serving(Cluster(answers=answers)) as (_, address), pytest.raises(FlyteError, match=refused):
         at(address).executions()
     with pytest.raises(FlyteError, match="did not answer GET executions"):
+        at(address).executions()
+    other = Cluster(answers={f"GET {API}/executions/{OF}": NO_HTTP})
+    with serving(other) as (_, address), pytest.raises(FlyteError, match=r"did not answer GET executions.*BadStatus"):
         at(address).executions()
 
 

@@ -250,6 +250,8 @@ def test_mlflow_that_is_ill_or_away_is_missing() -> None:
         away = check(api, at(address), namespace=NAMESPACE)
     assert [row.found for row in missing(ill)] == ["503 Service Unavailable"]
     assert missing(away)[0].found.startswith("no answer: ")
+    with fake.serving(fake.whole_cluster({"GET /health": fake.NO_HTTP})) as (api, address):
+        assert "BadStatusLine" in missing(check(api, at(address), namespace=NAMESPACE))[0].found
 
 
 @pytest.mark.parametrize(
