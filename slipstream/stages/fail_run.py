@@ -82,7 +82,7 @@ def reconcile(root: Path, flyte: FlyteAdmin) -> dict[str, str]:
     Raises:
         FlyteError: Flyte does not answer.
     """
-    going_on = {name for each in flyte.executions() if not each.has_ended for name in (each.name, each.continues)}
+    going_on = {name for each in flyte.going_on() for name in (each.name, each.continues)}
     ended = {}
     for execution in open_executions(root):
         by = started_by(root, execution)
