@@ -14,7 +14,7 @@ from slipstream.config import ConfigError
 from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError
 from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.stages.certify_losslessness import LosslessnessError
-from slipstream.stages.failures import EXPLAINED, PERMANENT, TRANSIENT, explained, transient
+from slipstream.stages.failures import EXPLAINED, HUB, PERMANENT, TRANSIENT, explained, transient
 from slipstream.tracking.mlflow_store import TrackingError
 from slipstream.workers.calls import LostWorkerError
 
@@ -33,6 +33,21 @@ def _hub_error(status: int) -> Callable[[], BaseException]:
     from httpx2 import Request, Response
 
     return _made("huggingface_hub.errors.HfHubHTTPError", "?", response=Response(status, request=Request("GET", "h")))
+
+
+def _told_of_a_field(make: Callable[[], BaseException]) -> Callable[[], BaseException]:
+    """As `learner.policy_source.locate` and `data.sources.read_rows` tell it."""
+
+    def made() -> BaseException:
+        error = ConfigError("policy.model must be a local directory or a reachable hub id, got 'owner/name'")
+        error.__cause__ = make()
+        return error
+
+    return made
+
+
+def _unreached(why: str) -> Callable[[], BaseException]:
+    return lambda: ConnectionError(f"Couldn't reach 'openai/gsm8k' on the Hub ({why})")
 
 
 _DIST = "torch.distributed"
@@ -62,6 +77,11 @@ _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
     "hub refuses": (_hub_error(403), False),
     "hub not to be asked": (_made("huggingface_hub.errors.OfflineModeIsEnabled", "HF_HUB_OFFLINE"), False),
     "hub not reached, as transformers says": (lambda: OSError("We couldn't connect to 'https://huggingface.co'"), True),
+    "model not sent": (_told_of_a_field(_made("huggingface_hub.errors.LocalEntryNotFoundError", "no file")), True),
+    "data not sent": (_told_of_a_field(_unreached("LocalEntryNotFoundError")), True),
+    "data not to be asked for": (_told_of_a_field(_unreached("OfflineModeIsEnabled")), False),
+    "no such model": (_told_of_a_field(_hub_error(404)), False),
+    "no such file": (_told_of_a_field(lambda: FileNotFoundError(errno.ENOENT, "a.jsonl")), False),
     "no name": (lambda: socket.gaierror(-3, "Temporary failure in name resolution"), True),
     "store refuses": (_client_error("AccessDenied"), False),
     "disk full": (lambda: OSError(errno.ENOSPC, "No space left on device"), False),
@@ -79,6 +99,10 @@ _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
 def test_a_failure_is_transient_or_not(name: str) -> None:
     make, expected = _COMES_AGAIN_OR_NOT[name]
     assert (transient(make()) is not None) is expected
+
+
+def test_data_that_the_hub_did_not_send_waits_as_a_model_does() -> None:
+    assert transient(_told_of_a_field(_unreached("LocalEntryNotFoundError"))()) == HUB
 
 
 def test_a_full_disk_says_how_much_is_free_and_where(tmp_path: Path) -> None:
