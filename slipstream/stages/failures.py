@@ -96,6 +96,8 @@ def _is_permanent(error: BaseException) -> bool:
     names = set(_names(error))
     if names & PERMANENT == {"slipstream.config.ConfigError"} and error.__cause__ is not None:
         return transient(error.__cause__) is None
+    if isinstance(error, OSError) and error.errno in _FULL:  # flytekit tells of it as of a store that did not answer
+        return True
     return bool(names & PERMANENT) and "slipstream.refit.config.ChannelBrokeError" not in names
 
 

@@ -35,15 +35,18 @@ def _hub_error(status: int) -> Callable[[], BaseException]:
     return _made("huggingface_hub.errors.HfHubHTTPError", "?", response=Response(status, request=Request("GET", "h")))
 
 
-def _told_of_a_field(make: Callable[[], BaseException]) -> Callable[[], BaseException]:
-    """As `learner.policy_source.locate` and `data.sources.read_rows` tell it."""
-
+def _raised_from(cause: Callable[[], BaseException], make: Callable[[], BaseException]) -> Callable[[], BaseException]:
     def made() -> BaseException:
-        error = ConfigError("policy.model must be a local directory or a reachable hub id, got 'owner/name'")
-        error.__cause__ = make()
+        error = make()
+        error.__cause__ = cause()
         return error
 
     return made
+
+
+def _told_of_a_field(cause: Callable[[], BaseException]) -> Callable[[], BaseException]:
+    """As `learner.policy_source.locate` and `data.sources.read_rows` tell it."""
+    return _raised_from(cause, lambda: ConfigError("policy.model must be a local directory or a reachable hub id"))
 
 
 def _unreached(why: str) -> Callable[[], BaseException]:
@@ -51,6 +54,7 @@ def _unreached(why: str) -> Callable[[], BaseException]:
 
 
 _DIST = "torch.distributed"
+_DOWNLOAD = _made("flytekit.exceptions.system.FlyteDownloadDataException", "s3://bucket/policy")
 _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
     "engine died": (lambda: LostWorkerError("engine 0 died during generate", []), True),
     "actor died": (_made("ray.exceptions.ActorDiedError"), True),
@@ -68,7 +72,7 @@ _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
     "time-out": (lambda: TimeoutError(errno.ETIMEDOUT, "timed out"), True),
     "store not reached": (_made("botocore.exceptions.EndpointConnectionError", endpoint_url="http://store"), True),
     "store busy": (_client_error("SlowDown"), True),
-    "download failed": (_made("flytekit.exceptions.system.FlyteDownloadDataException", "s3://bucket/policy"), True),
+    "download failed": (_DOWNLOAD, True),
     "hub not reached": (_made("httpx2.ConnectError", "name resolution"), True),
     "hub broke off": (_made("requests.exceptions.ChunkedEncodingError", "IncompleteRead"), True),
     "hub not reached, as the cache says": (_made("huggingface_hub.errors.LocalEntryNotFoundError", "no file"), True),
@@ -85,6 +89,7 @@ _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
     "no name": (lambda: socket.gaierror(-3, "Temporary failure in name resolution"), True),
     "store refuses": (_client_error("AccessDenied"), False),
     "disk full": (lambda: OSError(errno.ENOSPC, "No space left on device"), False),
+    "disk full, as flytekit says": (_raised_from(lambda: OSError(errno.ENOSPC, "No space left"), _DOWNLOAD), False),
     "file missing": (lambda: FileNotFoundError(errno.ENOENT, "arm.json"), False),
     "recipe": (lambda: ConfigError("grpo.group_size must be >= 2, got 1"), False),
     "checkpoint of another recipe": (lambda: CheckpointError("of another run"), False),
