@@ -53,7 +53,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     origins |= {} if recipe.tracking == tracked else {"tracking.uri": f"cluster {cluster.name}"}
     if Arm.SPECULATIVE in arms.members and cluster.is_local:  # pods have another image, where pretraining checks this
         require_package(recipe.draft.method)
-    _end_terminated(root, cluster)
+    end_terminated(root, cluster)
     context = RunContext(execution=execution, root=str(root), reuse_stored=reuse_stored, arms=arms.value)
     path = recorded_recipe(root, execution)
     with open_reward(recipe.reward):
@@ -82,7 +82,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     return context, resolved
 
 
-def _end_terminated(root: Path, cluster: ClusterProfile) -> None:
+def end_terminated(root: Path, cluster: ClusterProfile) -> None:
     """End the runs of executions that were terminated, where the profile names Flyte's server; never fail by it."""
     if cluster.is_local:
         return
