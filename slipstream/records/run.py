@@ -11,7 +11,7 @@ from slipstream.types import Arms
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRecord:
-    """What the launch that started or resumed an execution last says beside its recipe."""
+    """Choices of the launch that started or resumed an execution last, beside its recipe."""
 
     arms: Arms = Arms.BOTH
     flyte_execution: str = ""  # whose launch it was: with resume_execution another one; empty outside Flyte
