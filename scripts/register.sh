@@ -14,12 +14,14 @@ export SLIPSTREAM_CLUSTER=$CLUSTER PYTHONPATH=$PWD
 
 # flytekit refuses a role that is missing, but only says which image the first such task wanted.
 images=(--image "cpu=${IMAGE_CPU:?set IMAGE_CPU, built from Dockerfile}")
-if [[ $CLUSTER != local && $CLUSTER != cpu ]]; then
+has_gpus=$("$VENV/bin/python" -c \
+    'from slipstream.kubernetes.profile import active_profile; print(active_profile().gpu is not None)')
+if [[ $has_gpus == True ]]; then
     images+=(--image "gpu=${IMAGE_GPU:?set IMAGE_GPU, built from images/gpu.Dockerfile}")
 fi
 
 mkdir -p build
-package=build/slipstream-$CLUSTER.tgz
+package=build/slipstream-$(basename "$CLUSTER" .yaml).tgz
 "$VENV/bin/pyflyte" --pkgs workflows package --force --output "$package" "${images[@]}"
 echo "packaged for $CLUSTER: $package"
 

@@ -60,9 +60,10 @@ def recoverable(deadline: timedelta) -> Callable[[Callable[P, R]], Callable[P, R
                 with _ended_after(deadline, body.__name__), shown_while_it_runs(_context_of(kwargs)):
                     return body(*args, **kwargs)
             except Exception as error:
-                reason = transient(error)
+                message = explained(error)
+                reason = None if runs_locally() and message is not None else transient(error)
                 if reason is None:
-                    if runs_locally() or (message := explained(error)) is None:
+                    if runs_locally() or message is None:
                         raise
                     logger.exception("%s failed", body.__name__)
                     raise ExplainedError(message) from None

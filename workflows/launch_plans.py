@@ -26,22 +26,26 @@ from workflows.preflight import preflight
 from workflows.projection import projection
 from workflows.speculative_rl import speculative_rl
 
+_NODES = CLUSTER.gpu.nodes if CLUSTER.gpu is not None else 0
+_GPUS = CLUSTER.gpu.gpus_per_node if CLUSTER.gpu is not None else 0
 _LAG = {
     "recipe": CLUSTER.recipe_8b,
     "workload": Workload.RL_THINK,
     "max_off_policy_steps": 1,
     "overrides": [
         "placement.mode=split",
+        "placement.memory=shared",
         "placement.nodes=16",
+        f"placement.gpus_per_node={_GPUS}",
         "placement.generation_nodes=12",
         "placement.training_nodes=4",
-        "engine.num_engines=48",
-        "learner.parallel.data=4",
+        f"engine.num_engines={12 * _GPUS}",
+        f"grpo.prompts_per_step={12 * _GPUS}",  # a group runs on one engine
+        f"learner.parallel.data={2 * _GPUS}",  # of the recipe's two ranks each
         "grpo.loss.correction=token",
         "grpo.loss.truncated_importance_sampling=2.0",
     ],
 }
-_NODES = CLUSTER.gpu.nodes if CLUSTER.gpu is not None else 0
 # name: (workflow, fixed inputs, whether the profile's nodes can run it)
 _PLANS: dict[str, tuple[Any, dict[str, Any], bool]] = {
     "tiny-smoke": (speculative_rl, {"recipe": "tiny"}, not _NODES),

@@ -6,6 +6,7 @@ a Flyte 1.16.8 (tests/data/flyte). Launching and terminating were never tried on
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import urllib.error
@@ -61,11 +62,16 @@ class FlyteAdmin:
         answer = self._ask("GET", self._path("executions", name), absent_is_none=True)
         return None if answer is None else _state(answer, name)
 
-    def executions(self) -> list[State]:
-        """Return the newest executions, those that go on among them."""
+    def going_on(self) -> list[State]:
+        """Return the newest executions that have not ended.
+
+        Source: the filters of flyteadmin, pkg/manager/impl/util/filters.go; the column `phase` holds the phase's name.
+        """
         order = {"limit": _LIMIT, "sort_by.key": "created_at", "sort_by.direction": "DESCENDING"}
-        found = self._ask("GET", f"{self._path('executions')}?{urlencode(order)}").get("executions") or []
-        return [_state(each, each["id"]["name"]) for each in found]
+        query = urlencode({**order, "filters": f"value_not_in(phase,{';'.join(ENDED)})"})
+        listed = self._ask("GET", f"{self._path('executions')}?{query}").get("executions") or []
+        found = [_state(each, each["id"]["name"]) for each in listed]
+        return [each for each in found if not each.has_ended]
 
     def nodes(self, execution: str, *, parent: str = "") -> list[State]:
         """Return the nodes of an execution, or those of its nested workflow `parent`."""
@@ -113,8 +119,8 @@ class FlyteAdmin:
             fix = f"; set {TOKEN_VARIABLE}" if error.code in (401, 403) else ""
             text = error.read().decode(errors="replace")[:500]
             raise FlyteError(f"flyteadmin at {self.endpoint}: {error.code} {text}{fix}") from error
-        except (OSError, ValueError) as error:
-            raise FlyteError(f"flyteadmin at {self.endpoint} did not answer {method} {path}: {error}") from error
+        except (OSError, ValueError, http.client.HTTPException) as error:  # the last where a port speaks gRPC
+            raise FlyteError(f"flyteadmin at {self.endpoint} did not answer {method} {path}: {error!r}") from error
 
 
 def admin_of(

@@ -6,7 +6,9 @@ that is not enough. A refusal or a time-out of the cluster is a finding and rais
 
 from __future__ import annotations
 
+import http.client
 import os
+import re
 import time
 import urllib.error
 import urllib.request
@@ -25,7 +27,7 @@ from kubernetes.utils.quantity import parse_quantity
 from slipstream.config import ConfigError, require
 from slipstream.kubernetes import pods
 from slipstream.kubernetes.kubernetes_api import Api, Finding, Refusal, State, connect, delete
-from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, Queue, Scheduler
+from slipstream.kubernetes.profile import ClusterProfile, GpuNodes, PodSize, Queue, Scheduler
 
 _RAY = ("rayjobs.ray.io", "v1", "KubeRay")  # custom resource, version, provider
 _DOMAIN = ("computedomains.resource.nvidia.com", "v1beta1", "NVIDIA's DRA driver")
@@ -297,12 +299,16 @@ def run_quota(profile: ClusterProfile) -> dict[str, str]:
     """Resources of one task with GPUs, the largest unit that runs at once: all workers, head and submitter."""
     gpu, head = profile.gpu, profile.head
     if gpu is None or head is None:
-        return {"requests.cpu": str(profile.cpu.cpus), "requests.memory": f"{profile.cpu.memory_gib}Gi"}
-    return {
-        "requests.cpu": str(gpu.nodes * gpu.pod.cpus + head.cpus + pods.SUBMITTER.cpus),
-        "requests.memory": f"{gpu.nodes * gpu.pod.memory_gib + head.memory_gib + pods.SUBMITTER.memory_gib}Gi",
-        f"requests.{pods.GPU}": str(gpu.nodes * gpu.gpus_per_node),
-    }
+        return {**pods.amounts(profile.cpu), "pods": "1"}
+    sizes = [*[gpu.pod] * gpu.nodes, head, pods.SUBMITTER]
+    together = PodSize(
+        cpus=sum(size.cpus for size in sizes),
+        memory_gib=sum(size.memory_gib for size in sizes),
+        ephemeral_storage_gib=sum(size.ephemeral_storage_gib for size in sizes),
+    )
+    extended = {pods.GPU: gpu.gpus_per_node, **gpu.rdma_resources}
+    more = {**{name: gpu.nodes * count for name, count in extended.items()}, "pods": len(sizes)}
+    return {**pods.amounts(together), **{name: str(count) for name, count in more.items()}}
 
 
 def pod_manifests(profile: ClusterProfile, image: str | None) -> dict[str, dict[str, Any]]:
@@ -449,12 +455,12 @@ def _judge_class(api: Api, name: str) -> Judgement:
 
 
 def _judge_quota(api: Api, namespace: str, needed: Mapping[str, str]) -> Judgement:
-    """Find the quotas without room for a run; `cpu` bounds requests too, and `limits.cpu` limits, which are equal."""
+    """Find the quotas without room for a run; `cpu` bounds requests, and `limits.cpu` limits, which are equal."""
     quotas, lacking = api.ask(api.core.list_namespaced_resource_quota, namespace).items, []
     for quota in quotas:
         hard, used = quota.status.hard or {}, quota.status.used or {}
         for name, most in sorted(hard.items()):
-            amount = needed.get(f"requests.{name.removeprefix('requests.').removeprefix('limits.')}", "0")
+            amount = needed.get(re.sub(r"^(requests\.|limits\.|count/)", "", name), "0")
             if parse_quantity(most) - parse_quantity(used.get(name, "0")) < parse_quantity(amount):
                 lacking.append(f"{quota.metadata.name}: {used.get(name, '0')} of {most} {name} used")
     if lacking:
@@ -470,8 +476,8 @@ def _check_mlflow(uri: str, *, timeout_s: float) -> Finding:
             found, fix = f"{answer.status}", "" if answer.status == 200 else fix
     except urllib.error.HTTPError as error:
         found = f"{error.code} {error.reason}"
-    except OSError as error:
-        found = f"no answer: {error}"
+    except (OSError, http.client.HTTPException) as error:
+        found = f"no answer: {error!r}"
     return Finding.of(f"MLflow at {uri}", found=found, needed="200 on /health", fix=fix)
 
 

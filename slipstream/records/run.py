@@ -11,9 +11,10 @@ from slipstream.types import Arms
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchRecord:
-    """Choice of a launch that its recipe does not hold."""
+    """Choices of the launch that started or resumed an execution last, beside its recipe."""
 
     arms: Arms = Arms.BOTH
+    flyte_execution: str = ""  # whose launch it was: with resume_execution another one; empty outside Flyte
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

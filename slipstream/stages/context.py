@@ -37,15 +37,25 @@ def recorded_recipe(root: Path, execution: str) -> Path:
     return root / execution / "start_run" / "recipe.yaml"
 
 
-def write_arms(root: Path, execution: str, arms: Arms) -> None:
-    """Record the arms that an execution is started with, beside its recipe."""
-    write_record(LaunchRecord(arms=arms), recorded_recipe(root, execution).with_name("launch.json"))
+def write_arms(root: Path, execution: str, arms: Arms, *, flyte_execution: str = "") -> None:
+    """Record the arms that an execution is started with, and Flyte's execution that starts it, beside its recipe."""
+    launch = LaunchRecord(arms=arms, flyte_execution=flyte_execution)
+    write_record(launch, recorded_recipe(root, execution).with_name("launch.json"))
 
 
 def recorded_arms(root: Path, execution: str) -> Arms:
     """Return the arms that an execution was started with."""
+    return _launch(root, execution).arms
+
+
+def started_by(root: Path, execution: str) -> str:
+    """Return Flyte's execution that started or resumed `execution` last: its own, if none is recorded."""
+    return _launch(root, execution).flyte_execution or execution
+
+
+def _launch(root: Path, execution: str) -> LaunchRecord:
     path = recorded_recipe(root, execution).with_name("launch.json")
-    return read_record(LaunchRecord, path).arms if path.is_file() else LaunchRecord().arms
+    return read_record(LaunchRecord, path) if path.is_file() else LaunchRecord()
 
 
 def is_finished(root: Path, execution: str) -> bool:

@@ -16,8 +16,8 @@ from slipstream.records.steps import ArmRecord, EvaluationRecord, by_loop
 from slipstream.report.formats import POLICY_LABELS, seconds
 from slipstream.report.results import speedups
 from slipstream.report.summary import summarise_arm, summarise_arms
-from slipstream.stages.context import RunContext, arm_node, recorded_arms, recorded_recipe
-from slipstream.stages.runs import execution_run
+from slipstream.stages.context import RunContext, arm_node, recorded_arms, recorded_recipe, started_by
+from slipstream.stages.runs import execution_run, flyte_execution
 from slipstream.tracking.spool import RunStatus, end_open_runs, open_executions
 from slipstream.types import Arm, ArmLoop, Arms, arm_name
 
@@ -38,10 +38,16 @@ class FailureRecord:
 
 
 def fail_run(root: Path, execution: str, *, message: str) -> None:
-    """End the open runs of a failed execution, and write its error and results to failure.md and failure.json."""
+    """End the open runs of a failed execution, and write its error and results to failure.md and failure.json.
+
+    Where Flyte's own execution would have resumed this one and was refused, this one stays as it is.
+    """
     path = recorded_recipe(root, execution)
     if not path.is_file():
         logger.error("execution %s failed before it was started: %s", execution, message)
+        return
+    if (own := flyte_execution()) and own != execution and own != started_by(root, execution):
+        logger.error("execution %s, which would have resumed %s, was refused: %s", own, execution, message)
         return
     recipe, directory = load_recipe(str(path)), root / execution
     context = RunContext(execution=execution, root=str(root))
@@ -68,17 +74,19 @@ _STATUS = {"SUCCEEDED": RunStatus.FINISHED, "ABORTED": RunStatus.KILLED}  # by F
 def reconcile(root: Path, flyte: FlyteAdmin) -> dict[str, str]:
     """End the runs whose execution Flyte has ended: Terminate in the console starts no failure handler.
 
-    One that another recovers, which goes on in its runs, is left alone, and so is one that Flyte does not know.
+    One that another recovers or resumes, which goes on in its runs, is left alone until that one ends, and so is one
+    that Flyte does not know.
 
     Returns:
         Flyte's phase of each execution whose runs were ended; `replay` sends their ends to the tracking server.
     Raises:
         FlyteError: Flyte does not answer.
     """
-    going_on = {name for each in flyte.executions() if not each.has_ended for name in (each.name, each.continues)}
+    going_on = {name for each in flyte.going_on() for name in (each.name, each.continues)}
     ended = {}
     for execution in open_executions(root):
-        state = None if execution in going_on else flyte.execution(execution)
+        by = started_by(root, execution)
+        state = None if {by, execution} & going_on else flyte.execution(by)
         if state is not None and state.has_ended:
             end_open_runs(root, execution, _STATUS.get(state.phase, RunStatus.FAILED))
             ended[execution] = state.phase

@@ -73,6 +73,7 @@ _NETWORK = (errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET)
 _BUSY_CODES = frozenset({"SlowDown", "InternalError", "ServiceUnavailable", "RequestTimeout", "503", "500"})
 _BUSY_STATUS = frozenset({408, 425, 429, 500, 502, 503, 504})
 _NO_ANSWER = re.compile(r"couldn't connect to|can't load .* try again|IncompleteRead", re.IGNORECASE)  # transformers'
+_NOT_REACHED = re.compile(r"couldn't reach .* on the hub \((\w+)", re.IGNORECASE)  # datasets'
 # gloo's and NCCL's errors often have no class of their own: both name the file or library that failed.
 _COLLECTIVE = re.compile(r"\[[^\]]*gloo/[^\]]*\]|\bNCCL (?:error|communicator)|\bncclRemoteError|\bncclSystemError")
 _MISUSE = re.compile(r"invalid usage|invalid argument", re.IGNORECASE)  # NCCL's words for an error of its caller
@@ -82,13 +83,22 @@ def transient(error: BaseException) -> str | None:
     """Reason why another attempt may succeed where this one failed; None if it would fail alike.
 
     The causes of an error count as well, and one permanent error among them makes all of it permanent: a worker that
-    was lost while a checkpoint was refused does not make the checkpoint better.
+    was lost while a checkpoint was refused does not make the checkpoint better. An error of a field that another one
+    caused, as where the hub did not send the model that the field names, is as permanent as that one.
     """
     causes = list(_causes(error))
-    kinds = [set(_names(cause)) for cause in causes]
-    if any(names & PERMANENT and "slipstream.refit.config.ChannelBrokeError" not in names for names in kinds):
+    if any(map(_is_permanent, causes)):
         return None
     return next((reason for cause in causes if (reason := _reason(cause))), None)
+
+
+def _is_permanent(error: BaseException) -> bool:
+    names = set(_names(error))
+    if names & PERMANENT == {"slipstream.config.ConfigError"} and error.__cause__ is not None:
+        return transient(error.__cause__) is None
+    if isinstance(error, OSError) and error.errno in _FULL:  # flytekit tells of it as of a store that did not answer
+        return True
+    return bool(names & PERMANENT) and "slipstream.refit.config.ChannelBrokeError" not in names
 
 
 def explained(error: BaseException) -> str | None:
@@ -129,6 +139,8 @@ def _reason(error: BaseException) -> str | None:
     status = getattr(getattr(error, "response", None), "status_code", None)  # of requests, httpx and the hub
     if isinstance(status, int):
         return HUB if status in _BUSY_STATUS else None
+    if isinstance(error, ConnectionError) and (unreached := _NOT_REACHED.search(str(error))):
+        return None if unreached[1] == "OfflineModeIsEnabled" else HUB
     if _MISUSE.search(str(error)) and _COLLECTIVE.search(str(error)):
         return None
     named = next((TRANSIENT[name] for name in names if name in TRANSIENT), None)

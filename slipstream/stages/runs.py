@@ -58,6 +58,11 @@ def execution_url(environment: Mapping[str, str] = os.environ) -> str:
     return f"{console.rstrip('/')}/projects/{project}/domains/{domain}/executions/{name}" if console else ""
 
 
+def flyte_execution(environment: Mapping[str, str] = os.environ) -> str:
+    """Name of this task's execution in Flyte; empty outside a cluster."""
+    return environment.get(_EXECUTION_VARIABLE, "")
+
+
 def live_page(context: RunContext, cluster: ClusterProfile, *, since_s: float) -> str:
     """Page of what a task's runs have logged since it began, with links to its execution in Flyte and in MLflow."""
     recipe = load_recipe(str(recorded_recipe(Path(context.root), context.execution)))
@@ -125,7 +130,7 @@ def tracked(
                 supervisor.ignore_signals()
                 raise
     except BaseException as error:
-        if context.part_of or not os.environ.get(_EXECUTION_VARIABLE):
+        if context.part_of or not flyte_execution():
             execution_run(context, recipe).close(RunStatus.of_error(type(error)))
         raise
 

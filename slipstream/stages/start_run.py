@@ -16,7 +16,7 @@ from slipstream.recipe import Recipe, difference, load_recipe, parameters, recip
 from slipstream.rewards.function import kept, open_reward, write_kept
 from slipstream.stages.context import RunContext, recorded_arms, recorded_recipe, require_arms, require_loop, write_arms
 from slipstream.stages.fail_run import reconcile
-from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags, started_text
+from slipstream.stages.runs import NOTE, alone_on, execution_run, flyte_execution, origin_tags, started_text
 from slipstream.tracking.spool import RunStatus
 from slipstream.types import Arm, ArmLoop, Arms
 
@@ -53,7 +53,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     origins |= {} if recipe.tracking == tracked else {"tracking.uri": f"cluster {cluster.name}"}
     if Arm.SPECULATIVE in arms.members and cluster.is_local:  # pods have another image, where pretraining checks this
         require_package(recipe.draft.method)
-    _end_terminated(root, cluster)
+    end_terminated(root, cluster)
     context = RunContext(execution=execution, root=str(root), reuse_stored=reuse_stored, arms=arms.value)
     path = recorded_recipe(root, execution)
     with open_reward(recipe.reward):
@@ -62,12 +62,12 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     if resume:
         _require_same(recipe, arms, root, execution)
     write_kept(own, recipe.reward)
-    write_arms(root, execution, arms)
     is_recorded = recipe_path(recipe_name).resolve() == path  # the recorded file already has the origin of each value
     resolved = path if is_recorded else write_recipe(recipe, path, origins)
     tags = {**origin_tags(), NOTE: started_text(recipe, execution)}
     params = parameters(recipe) | ({} if loop is None else {"arms": arms.value})
     with alone_on(cluster, root, execution):
+        write_arms(root, execution, arms, flyte_execution=flyte_execution())
         tracker = execution_run(context, recipe, tags, params)
     try:
         tracker.log_artifact(resolved)
@@ -82,7 +82,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     return context, resolved
 
 
-def _end_terminated(root: Path, cluster: ClusterProfile) -> None:
+def end_terminated(root: Path, cluster: ClusterProfile) -> None:
     """End the runs of executions that were terminated, where the profile names Flyte's server; never fail by it."""
     if cluster.is_local:
         return

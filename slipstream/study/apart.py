@@ -24,7 +24,7 @@ from slipstream.stages.prepare_policy import POLICY_RECORDS, prepare_policy
 from slipstream.stages.pretrain_draft import pretrain_draft
 from slipstream.stages.recipe_engines import fitting_weights, given_length
 from slipstream.stages.runs import NOTE, alone_on, execution_run, origin_tags
-from slipstream.stages.start_run import on_cluster
+from slipstream.stages.start_run import end_terminated, on_cluster
 from slipstream.stages.train_grpo import train_grpo
 from slipstream.stages.tune_draft_length import tune_draft_length
 from slipstream.study.ranking import StudyRecord, Trained, outcome_metrics, rank, result_metrics
@@ -93,6 +93,7 @@ def plan_ablation(
     params = {f"grid.{name}": ", ".join(map(str, values)) or "the recipe's" for name, values in axes.items()}
     context = RunContext(execution=execution, root=str(root), reuse_stored=reuse_stored)
     tags = {KIND_TAG: ABLATION, **origin_tags()}
+    end_terminated(root, cluster)
     with alone_on(cluster, root, execution):
         execution_run(context, first, tags, {**params, "recipe": first.name}).detach()
     counts = ", ".join(f"{len(plan.of_kind(kind))} of {kind.value}" for kind in Kind)

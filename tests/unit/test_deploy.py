@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kubernetes.client import ApiClient
 
 from slipstream.kubernetes import pods
 from slipstream.kubernetes.preflight import run_quota
-from slipstream.kubernetes.profile import read_profile
+from slipstream.kubernetes.profile import CLUSTERS, read_profile
 from slipstream.study.variants import MAX_VARIANTS
 from tasks.resources import TRAINING
 
@@ -174,9 +175,8 @@ def test_kueue_has_room_for_one_job_of_the_profile_and_knows_its_workers_claims(
     assert list(quota) == group["coveredResources"]
     (config,) = documents(DEPLOY / "kueue" / "manager_config.yaml")
     (mapping,) = config["resources"]["deviceClassMappings"]
-    disk = profile.gpu.nodes * profile.gpu.pod.ephemeral_storage_gib + profile.head.ephemeral_storage_gib + 4
-    needed = {name.removeprefix("requests."): amount for name, amount in run_quota(profile).items()}
-    assert quota == {**needed, "ephemeral-storage": f"{disk}Gi", mapping["name"]: str(profile.gpu.nodes)}
+    needed = {name: amount for name, amount in run_quota(profile).items() if name != "pods"}
+    assert quota == {**needed, mapping["name"]: str(profile.gpu.nodes)}
 
 
 def test_flyte_is_installed_with_room_for_every_part_of_an_ablation_and_with_rights_to_ray_jobs() -> None:
@@ -194,15 +194,30 @@ def test_flyte_is_installed_with_room_for_every_part_of_an_ablation_and_with_rig
     assert namespace["metadata"]["labels"]["pod-security.kubernetes.io/enforce"] == "privileged"  # IPC_LOCK
 
 
+def registered(venv: Path, cluster: str, pyflyte: str) -> subprocess.CompletedProcess[str]:
+    """Run `make register` without an image for GPUs, with a shell script as pyflyte."""
+    (venv / "bin").mkdir()
+    for name, script in (("python", f'exec {sys.executable} "$@"'), ("pyflyte", pyflyte)):
+        (venv / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (venv / "bin" / name).chmod(0o755)
+    given = {"VENV": str(venv), "IMAGE_CPU": "cpu:v1", "FLYTE_CONFIG": "config.yaml", "VERSION": "v1"}
+    environment = {name: value for name, value in os.environ.items() if name != "IMAGE_GPU"} | given
+    command = ["bash", str(ROOT / "scripts" / "register.sh"), cluster]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
 def test_a_flyte_with_stock_limits_refuses_and_the_registration_says_what_to_change(tmp_path: Path) -> None:
-    pyflyte = tmp_path / "bin" / "pyflyte"
-    pyflyte.parent.mkdir()
     refusal = "Requested CPU limit [4] is greater than current limit set in the platform configuration [2]"
-    pyflyte.write_text(f'#!/bin/sh\ncase "$*" in *package*) ;; *) echo "{refusal}"; exit 1 ;; esac\n')
-    pyflyte.chmod(0o755)
-    given = {"VENV": str(tmp_path), "IMAGE_CPU": "cpu:v1", "FLYTE_CONFIG": "config.yaml", "VERSION": "v1"}
-    command = ["bash", str(ROOT / "scripts" / "register.sh"), "cpu"]
-    found = subprocess.run(command, env={**os.environ, **given}, capture_output=True, text=True, check=False)
+    found = registered(tmp_path, "cpu", f'case "$*" in *package*) ;; *) echo "{refusal}"; exit 1 ;; esac')
     assert found.returncode == 1
     assert refusal in found.stdout
     assert "task_resources.limits must be 0" in found.stderr and "docs/deploy.md, section 2" in found.stderr
+
+
+def test_a_profile_without_gpus_needs_no_image_for_them_whatever_its_name(tmp_path: Path) -> None:
+    profile = tmp_path / "mine.yaml"
+    profile.write_text((CLUSTERS / "cpu.yaml").read_text().replace("name: cpu", "name: mine"))
+    assert registered(tmp_path, str(profile), 'echo "$*"').returncode == 0
+    (tmp_path / "gpus").mkdir()
+    refused = registered(tmp_path / "gpus", "gb200", 'echo "$*"')
+    assert refused.returncode != 0 and "set IMAGE_GPU" in refused.stderr

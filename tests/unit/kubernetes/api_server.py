@@ -17,6 +17,7 @@ from slipstream.kubernetes.kubernetes_api import Api, api_of
 
 Answer = tuple[int, dict[str, Any]]
 HANGS: Answer = (0, {})
+NO_HTTP: Answer = (-1, {})  # a port that speaks gRPC
 NAMESPACE = "slipstream"
 CORE = f"/api/v1/namespaces/{NAMESPACE}"
 
@@ -166,6 +167,9 @@ def serving(cluster: Cluster, *, timeout_s: float = 5.0) -> Iterator[tuple[Api, 
             code, answer = cluster.answers.get(route, status(404, f"no {route}"))
             if code == 0:
                 cluster.released.wait(30)
+                return
+            if code < 0:
+                self.wfile.write(b"\0\0\6\4\0\0\0\0\0\r\n")
                 return
             data = json.dumps(answer).encode()
             self.send_response(code)

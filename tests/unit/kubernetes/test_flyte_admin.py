@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from flyteidl.admin import execution_pb2, node_execution_pb2, task_execution_pb2
@@ -19,9 +20,10 @@ from slipstream.recipe import load_recipe, write_recipe
 from slipstream.stages.context import recorded_recipe
 from slipstream.stages.fail_run import reconcile
 from slipstream.stages.runs import execution_run
+from slipstream.stages.start_run import start_run
 from slipstream.tracking.spool import open_executions, read_spool
 from tests.small import UNTRACKED, run_context
-from tests.unit.kubernetes.api_server import Answer, Cluster, serving, status
+from tests.unit.kubernetes.api_server import NO_HTTP, Answer, Cluster, serving, status
 
 RECORDED = Path(__file__).parents[2] / "data" / "flyte"
 OF = "slipstream/development"
@@ -74,17 +76,20 @@ def test_states_are_read_as_flyte_tells_them() -> None:
         assert [each.name for each in flyte.nodes(SUCCEEDED) if each.deck] == ["report-speedup"]
         attempts = [(each.name, each.phase) for each in flyte.attempts(SUCCEEDED, "train-autoregressive")]
         assert attempts == [("1", "SUCCEEDED"), ("0", "FAILED")]
-        assert [each.name for each in flyte.executions() if not each.has_ended] == [GOING_ON]
-        for state in (*flyte.executions(), *flyte.nodes(SUCCEEDED)):
+        assert [each.name for each in flyte.going_on()] == [GOING_ON]
+        for state in (*flyte.going_on(), *flyte.nodes(SUCCEEDED)):
             assert state.phase in phases.WorkflowExecution.Phase.DESCRIPTOR.values_by_name
 
 
 def test_a_refusal_and_a_silent_server_are_named() -> None:
     answers, refused = {f"GET {API}/executions/{OF}": status(401, "no token")}, r"401 .*no token.*; set FLYTE_TOKEN"
     with serving(Cluster(answers=answers)) as (_, address), pytest.raises(FlyteError, match=refused):
-        at(address).executions()
+        at(address).going_on()
     with pytest.raises(FlyteError, match="did not answer GET executions"):
-        at(address).executions()
+        at(address).going_on()
+    other = Cluster(answers={f"GET {API}/executions/{OF}": NO_HTTP})
+    with serving(other) as (_, address), pytest.raises(FlyteError, match=r"did not answer GET executions.*BadStatus"):
+        at(address).going_on()
 
 
 def test_the_profile_names_the_server_and_the_pod_its_project() -> None:
@@ -111,11 +116,27 @@ def test_runs_of_terminated_executions_end_and_those_that_go_on_or_are_recovered
     answers = {**ROUTES, f"GET {API}/executions/{OF}": (code, {"executions": [*listed["executions"], recovering]})}
     for execution in (ABORTED, FAILED, GOING_ON, "demo-of-this-machine"):
         opened(tmp_path, execution)
-    with serving(Cluster(answers=answers)) as (_, address):
+    cluster = Cluster(answers=answers)
+    with serving(cluster) as (_, address):
         assert reconcile(tmp_path, at(address)) == {ABORTED: "ABORTED"}
+    # Of hundreds of executions an old one may recover: Flyte is asked for those that have not ended.
+    assert "filters=value_not_in(phase,SUCCEEDED;FAILED;ABORTED;TIMED_OUT)" in unquote(cluster.asked[0][0])
     assert open_executions(tmp_path) == sorted([FAILED, GOING_ON, "demo-of-this-machine"])
     ends = [event.status for path in (tmp_path / "spool").glob("*.jsonl") for event in read_spool(path).events]
     assert [each for each in ends if each] == ["KILLED"]
+
+
+def test_an_execution_that_another_resumes_ends_with_that_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_under(flyte_execution: str, *, resume: bool = True) -> None:
+        monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", flyte_execution)
+        start_run("tiny", root=tmp_path, execution=ABORTED, overrides={"tracking": UNTRACKED}, resume=resume)
+
+    with serving(Cluster(answers=dict(ROUTES))) as (_, address):
+        start_under(ABORTED, resume=False)
+        start_under(GOING_ON)
+        assert reconcile(tmp_path, at(address)) == {}
+        start_under(FAILED)
+        assert reconcile(tmp_path, at(address)) == {ABORTED: "FAILED"}
 
 
 def kept(phase: str, *nodes: dict[str, Any], outputs: Sequence[str] = ()) -> Cluster:

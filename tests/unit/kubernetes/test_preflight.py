@@ -123,6 +123,7 @@ VOLCANO_KIND = {f"{CRDS}/queues.scheduling.volcano.sh": fake.crd("queues.schedul
 BY_KUEUE, BY_VOLCANO = (replace(PROFILE, queue=read_profile(name).queue) for name in ("gb200", "h200"))
 GONE, ACTIVE, CLOSED = fake.status(404, "gone"), queue("True", "fine"), (200, {"status": {"state": "Closed"}})
 USED = fake.quotas(({"requests.nvidia.com/gpu": "64"}, {"requests.nvidia.com/gpu": "33"}))
+SMALL_DISKS = fake.quotas(({"requests.ephemeral-storage": "4203Gi", "pods": "10"}, {}))
 DRIVER = "computedomains.resource.nvidia.com"
 OLD_DRIVER = {f"{CRDS}/{DRIVER}": fake.crd(DRIVER, "v1alpha1")}
 
@@ -196,9 +197,10 @@ def lack(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **said: 
         lack({f"GET {CORE}/serviceaccounts/slipstream": GONE}, fix="create it in namespace slipstream: deploy/ has it"),
         lack({f"GET {CORE}/resourcequotas": USED}, fix="raise it, or wait for what uses it now"),
         *(
-            lack({f"GET {CORE}/resourcequotas": fake.quotas(({name: "100"}, {}))}, found=f"team: 0 of 100 {name} used")
-            for name in ("cpu", "requests.cpu", "limits.cpu", "memory", "limits.memory")
+            lack({f"GET {CORE}/resourcequotas": fake.quotas(({name: "9"}, {}))}, found=f"team: 0 of 9 {name} used")
+            for name in ("cpu", "requests.cpu", "limits.cpu", "memory", "limits.memory", "pods", "count/pods")
         ),
+        lack({f"GET {CORE}/resourcequotas": SMALL_DISKS}, found="team: 0 of 4203Gi requests.ephemeral-storage used"),
     ],
 )
 def test_a_lack_is_named_alone_and_has_its_fix(
@@ -250,6 +252,8 @@ def test_mlflow_that_is_ill_or_away_is_missing() -> None:
         away = check(api, at(address), namespace=NAMESPACE)
     assert [row.found for row in missing(ill)] == ["503 Service Unavailable"]
     assert missing(away)[0].found.startswith("no answer: ")
+    with fake.serving(fake.whole_cluster({"GET /health": fake.NO_HTTP})) as (api, address):
+        assert "BadStatusLine" in missing(check(api, at(address), namespace=NAMESPACE))[0].found
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from slipstream.config import ConfigError
 from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError
 from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.stages.certify_losslessness import LosslessnessError
-from slipstream.stages.failures import EXPLAINED, PERMANENT, TRANSIENT, explained, transient
+from slipstream.stages.failures import EXPLAINED, HUB, PERMANENT, TRANSIENT, explained, transient
 from slipstream.tracking.mlflow_store import TrackingError
 from slipstream.workers.calls import LostWorkerError
 
@@ -35,7 +35,26 @@ def _hub_error(status: int) -> Callable[[], BaseException]:
     return _made("huggingface_hub.errors.HfHubHTTPError", "?", response=Response(status, request=Request("GET", "h")))
 
 
+def _raised_from(cause: Callable[[], BaseException], make: Callable[[], BaseException]) -> Callable[[], BaseException]:
+    def made() -> BaseException:
+        error = make()
+        error.__cause__ = cause()
+        return error
+
+    return made
+
+
+def _told_of_a_field(cause: Callable[[], BaseException]) -> Callable[[], BaseException]:
+    """As `learner.policy_source.locate` and `data.sources.read_rows` tell it."""
+    return _raised_from(cause, lambda: ConfigError("policy.model must be a local directory or a reachable hub id"))
+
+
+def _unreached(why: str) -> Callable[[], BaseException]:
+    return lambda: ConnectionError(f"Couldn't reach 'openai/gsm8k' on the Hub ({why})")
+
+
 _DIST = "torch.distributed"
+_DOWNLOAD = _made("flytekit.exceptions.system.FlyteDownloadDataException", "s3://bucket/policy")
 _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
     "engine died": (lambda: LostWorkerError("engine 0 died during generate", []), True),
     "actor died": (_made("ray.exceptions.ActorDiedError"), True),
@@ -53,7 +72,7 @@ _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
     "time-out": (lambda: TimeoutError(errno.ETIMEDOUT, "timed out"), True),
     "store not reached": (_made("botocore.exceptions.EndpointConnectionError", endpoint_url="http://store"), True),
     "store busy": (_client_error("SlowDown"), True),
-    "download failed": (_made("flytekit.exceptions.system.FlyteDownloadDataException", "s3://bucket/policy"), True),
+    "download failed": (_DOWNLOAD, True),
     "hub not reached": (_made("httpx2.ConnectError", "name resolution"), True),
     "hub broke off": (_made("requests.exceptions.ChunkedEncodingError", "IncompleteRead"), True),
     "hub not reached, as the cache says": (_made("huggingface_hub.errors.LocalEntryNotFoundError", "no file"), True),
@@ -62,9 +81,15 @@ _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
     "hub refuses": (_hub_error(403), False),
     "hub not to be asked": (_made("huggingface_hub.errors.OfflineModeIsEnabled", "HF_HUB_OFFLINE"), False),
     "hub not reached, as transformers says": (lambda: OSError("We couldn't connect to 'https://huggingface.co'"), True),
+    "model not sent": (_told_of_a_field(_made("huggingface_hub.errors.LocalEntryNotFoundError", "no file")), True),
+    "data not sent": (_told_of_a_field(_unreached("LocalEntryNotFoundError")), True),
+    "data not to be asked for": (_told_of_a_field(_unreached("OfflineModeIsEnabled")), False),
+    "no such model": (_told_of_a_field(_hub_error(404)), False),
+    "no such file": (_told_of_a_field(lambda: FileNotFoundError(errno.ENOENT, "a.jsonl")), False),
     "no name": (lambda: socket.gaierror(-3, "Temporary failure in name resolution"), True),
     "store refuses": (_client_error("AccessDenied"), False),
     "disk full": (lambda: OSError(errno.ENOSPC, "No space left on device"), False),
+    "disk full, as flytekit says": (_raised_from(lambda: OSError(errno.ENOSPC, "No space left"), _DOWNLOAD), False),
     "file missing": (lambda: FileNotFoundError(errno.ENOENT, "arm.json"), False),
     "recipe": (lambda: ConfigError("grpo.group_size must be >= 2, got 1"), False),
     "checkpoint of another recipe": (lambda: CheckpointError("of another run"), False),
@@ -79,6 +104,10 @@ _COMES_AGAIN_OR_NOT: dict[str, tuple[Callable[[], BaseException], bool]] = {
 def test_a_failure_is_transient_or_not(name: str) -> None:
     make, expected = _COMES_AGAIN_OR_NOT[name]
     assert (transient(make()) is not None) is expected
+
+
+def test_data_that_the_hub_did_not_send_waits_as_a_model_does() -> None:
+    assert transient(_told_of_a_field(_unreached("LocalEntryNotFoundError"))()) == HUB
 
 
 def test_a_full_disk_says_how_much_is_free_and_where(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from slipstream.config import ConfigError
 from slipstream.kubernetes.profile import ClusterProfile, read_profile
 from slipstream.recipe import load_recipe
 from slipstream.stages.context import RunContext, recorded_arms, recorded_recipe
+from slipstream.stages.fail_run import fail_run
 from slipstream.stages.runs import tracked
 from slipstream.stages.start_run import start_run
 from slipstream.tracking.spool import RunStatus, end_open_runs, read_spool
@@ -151,6 +152,25 @@ def test_gpu_nodes_without_a_queue_take_one_execution(tmp_path: Path, monkeypatc
     end_open_runs(tmp_path, "first", RunStatus.FINISHED)
     end_open_runs(tmp_path, "second", RunStatus.KILLED)
     begin("third")
+
+
+def test_a_resume_that_is_refused_leaves_the_execution_that_it_names_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end() -> str:
+        return read_spool(next(tmp_path.glob("spool/run-*.jsonl"))).events[-1].status
+
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "run")
+    start(tmp_path)
+    end_open_runs(tmp_path, "run", RunStatus.FINISHED)
+    monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", "second")
+    with pytest.raises(ConfigError, match=r"^grpo\.num_steps must be 24"):
+        start(tmp_path, resume=True, grpo={"num_steps": 25})
+    fail_run(tmp_path, "run", message="grpo.num_steps must be 24")  # Flyte's failure node, of the second execution
+    assert end() == "FINISHED" and not (tmp_path / "run" / "fail_run").exists()
+    start(tmp_path, resume=True)
+    fail_run(tmp_path, "run", message="lost")
+    assert end() == "FAILED"
 
 
 def test_of_two_executions_that_start_at_one_moment_one_is_refused(tmp_path: Path) -> None:

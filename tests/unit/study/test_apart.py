@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftInit
-from slipstream.kubernetes.profile import read_profile
+from slipstream.kubernetes.profile import ClusterProfile, FlyteServer, read_profile
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
 from slipstream.records.steps import ArmRecord
@@ -20,6 +20,7 @@ from slipstream.study.variants import Grid, Kind
 from slipstream.tracking.spool import Event, read_spool
 from slipstream.types import Arm
 from tests.small import UNTRACKED
+from tests.unit.kubernetes.api_server import Answer, Cluster, serving
 from tests.unit.report.handmade import step
 
 VARIANT = "rl_zero-in_domain-eagle3-kl_div-k3-seed0"
@@ -57,14 +58,19 @@ def test_every_part_has_a_context_and_a_recipe_of_its_own_below_the_ablations(tm
 def test_an_ablation_does_not_start_beside_another_execution_on_gpu_nodes_without_a_queue(tmp_path: Path) -> None:
     alone = replace(read_profile("gb200"), queue=None)
 
-    def begin(execution: str) -> None:
-        given = {"execution": execution, "requested": {"tracking": UNTRACKED}, "cluster": alone}
+    def begin(execution: str, cluster: ClusterProfile = alone) -> None:
+        given = {"execution": execution, "requested": {"tracking": UNTRACKED}, "cluster": cluster}
         plan_ablation("qwen3_8b", Grid(draft_lengths=(3,)), root=tmp_path, **given)
 
     begin("first")
     begin("first")  # another attempt of the same
     with pytest.raises(ConfigError, match=r"must be alone on cluster gb200, which has no queue, got 'second, first'"):
         begin("second")
+    executions = "GET /api/v1/executions/slipstream/development"
+    ended = {"id": {"name": "first"}, "closure": {"phase": "ABORTED"}}
+    answers: dict[str, Answer] = {executions: (200, {}), f"{executions}/first": (200, ended)}
+    with serving(Cluster(answers=answers)) as (_, address):
+        begin("second", replace(alone, flyte=FlyteServer(endpoint=address)))
 
 
 def test_the_ablations_run_is_open_and_tracks_its_grid_with_the_recipes_axes(tmp_path: Path) -> None:

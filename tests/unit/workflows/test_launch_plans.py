@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from slipstream.kubernetes.profile import CLUSTERS, read_profile
+from slipstream.types import ArmLoop, Workload
 from tests.unit.workflows.registration import ROOT, edges, flat, registered, task_name
 
 PROFILES = sorted(path.stem for path in CLUSTERS.glob("*.yaml"))
@@ -283,6 +284,33 @@ def test_a_profile_of_sixteen_nodes_has_a_plan_for_them_and_says_whom_to_tell_of
     assert lag == {"recipe": "qwen3_8b", "workload": "rl_think", "max_off_policy_steps": "1"}
     arrays = [node["arrayNode"] for node in found.workflows["ablation"]["nodes"] if "arrayNode" in node]
     assert {array["parallelism"] for array in arrays} == {3}
+
+
+@pytest.mark.parametrize("name", ["gb200", "h200"])
+def test_the_recipe_and_the_nodes_take_every_plan_that_names_a_recipe(name: str, tmp_path: Path) -> None:
+    from slipstream.recipe import resolve_recipe
+    from slipstream.stages.context import requested, require_loop, with_lag
+    from slipstream.stages.start_run import on_cluster
+    from slipstream.stages.train_grpo import in_loop
+
+    values = yaml.safe_load((CLUSTERS / f"{name}.yaml").read_text())
+    values["gpu"]["nodes"] = 16
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump({**values, "name": "mine"}))
+    plans, taken = registered(str(path)).plans, []
+    for plan in ("train-8b", "rl-zero-8b", "rl-think-8b", "rl-think-8b-async"):
+        literals = plans[plan]["spec"]["fixedInputs"]["literals"]
+        given = {key: _plain(value) for key, value in literals.items()}
+        lag = int(given["max_off_policy_steps"]) if "max_off_policy_steps" in given else None
+        loop = ArmLoop.SYNCHRONOUS if lag is None else ArmLoop.ASYNCHRONOUS
+        workload = Workload(given["workload"]) if "workload" in given else None
+        changes = requested(given.get("overrides", ()), workload=workload)
+        changes = with_lag(changes, given["recipe"], max_off_policy_steps=lag, loop=loop)
+        recipe, _ = resolve_recipe(given["recipe"], overrides=changes)
+        require_loop(on_cluster(recipe, read_profile(str(path))), loop)
+        in_loop(recipe, ArmLoop.SYNCHRONOUS)
+        taken.append(recipe.layout.num_gpus)
+    assert taken == {"gb200": [32, 32, 32, 64], "h200": [8, 8, 8, 128]}[name]
 
 
 def _plain(literal: dict[str, Any]) -> Any:
