@@ -18,7 +18,7 @@ from slipstream.records.steps import EvaluationRecord
 from slipstream.rewards.answers import extract_answer
 from slipstream.rewards.reward import Reward
 from slipstream.rewards.values import compare
-from slipstream.statistics import wilson_ci95
+from slipstream.statistics import reward_ci95
 from slipstream.types import FinishReason, Prompt
 
 
@@ -92,11 +92,11 @@ def evaluate(
         k=k,
         avg_at_k=float(np.mean(rates)),
         maj_at_k=maj_at_k([answers[own] for own in problems], rewards_Nk),
-        ci95=wilson_ci95(rates),
+        ci95=reward_ci95(rates),
         truncated_fraction=float(np.mean(truncated)),
         num_timeouts=scored.num_timeouts,
         prompt_hash=prompt_hash(prompts),
-        correct_by_problem=tuple(int(sum(rewards)) for rewards in rewards_Nk),
+        correct_by_problem=tuple(map(sum, rewards_Nk)),
     )
 
 
