@@ -363,7 +363,8 @@ def resolve_recipe(
     """Read `configs/<name>.yaml`, or the file `name`, lay the workload's section and `overrides` over it, check all.
 
     A recipe file may start from another one (`base: tiny`) and say only what it changes, and may hold
-    `workloads: {rl_think: {...}}`: overrides that belong to one workload. Relative paths of
+    `workloads: {rl_think: {...}}`: overrides that belong to one workload. What a file gives lies over all of its base,
+    the base's sections of workloads among it. Relative paths of
     data, models and databases become absolute: those of the file against its directory, those of `overrides` against
     the working directory.
 
@@ -422,7 +423,17 @@ def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     file = recipe_path(str(path.parent / base) if base.endswith((".yaml", ".yml")) else base)
     above = (*above, path.resolve())
     require(file.resolve() not in above, _BASE, "must not lead back to the recipe itself", base)
-    return merge(_read_recipe(file, above), own)
+    below = _read_recipe(file, above)
+    return merge({**below, _WORKLOADS: _without(below[_WORKLOADS], dict.fromkeys(below[_WORKLOADS], values))}, own)
+
+
+def _without(section: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a base changes for a workload, but for what the recipe upon it gives: that holds for every workload."""
+    return {
+        key: _without(value, given[key]) if key in given else value
+        for key, value in section.items()
+        if key not in given or (isinstance(value, Mapping) and isinstance(given[key], Mapping))
+    }
 
 
 def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:

@@ -316,6 +316,16 @@ def test_a_recipe_may_start_from_another_and_say_what_it_changes(tmp_path: Path)
     assert thinking.sampling == load_recipe("tiny", workload=Workload.RL_THINK).sampling
 
 
+def test_what_a_recipe_gives_lies_over_its_base_in_every_workload(tmp_path: Path) -> None:
+    middle, top = tmp_path / "middle.yaml", tmp_path / "top.yaml"
+    middle.write_text("base: qwen3_8b\nname: middle\nworkloads: {rl_think: {grpo: {num_steps: 4}, data: {seed: 5}}}\n")
+    top.write_text("base: middle.yaml\nname: top\npolicy: {model: my/model}\ngrpo: {num_steps: 3}\n")
+    recipe, origins = resolve_recipe(str(top), workload=Workload.RL_THINK)
+    assert (recipe.policy.model, recipe.grpo.num_steps, recipe.data.seed) == ("my/model", 3, 5)
+    assert (origins["policy.model"], origins["data.seed"]) == ("recipe", "recipe, workloads.rl_think")
+    assert load_recipe("qwen3_8b", workload=Workload.RL_THINK).policy.model == "Qwen/Qwen3-8B"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
