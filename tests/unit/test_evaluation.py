@@ -133,6 +133,13 @@ def test_a_guess_in_a_thought_that_the_prompt_opened_is_no_answer_until_the_thou
     assert (record.correct_by_problem, record.maj_at_k) == ((1,), 1.0)
 
 
+def test_an_answer_in_the_tags_of_a_reasoning_gym_task_has_a_vote() -> None:
+    said = {"1": ["<answer>2</answer>\0"] * 3 + ["<answer>3</answer>\0"]}
+    for source, expected in (("reasoning_gym:chain_sum", 1.3), ("", 0.0)):
+        record = evaluated(ReplayEngine(said), [replace(PROMPTS[0], data_source=source)], reward=ByLength)
+        assert record.maj_at_k == pytest.approx(expected)
+
+
 def test_greedy_samples_are_refused_but_for_one_a_problem(refusal: Refusal) -> None:
     assert refusal(EvaluationConfig, sampling={"max_response_tokens": 16, "temperature": 0.0}) == (
         "evaluation.sampling.temperature must be > 0 with more than one sample a problem, got 0.0; "
