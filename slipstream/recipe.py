@@ -32,7 +32,7 @@ from slipstream.learner.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.files import write_atomic
 from slipstream.refit.config import Channel, RefitConfig
-from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.config import BUILT_IN, RewardConfig
 from slipstream.tracking.config import TrackingConfig, check_experiment, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.types import LoopMode, Quantization, Workload
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
@@ -444,7 +444,8 @@ def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
             return {key: absolute(each, f"{name}.{key}" if name else key) for key, each in value.items()}
         if isinstance(value, list | tuple):
             return [absolute(each, name) for each in value]
-        return _absolute_path(value, base) if name in _PATHS else value
+        is_built_in = name.startswith("reward.") and value in BUILT_IN  # whatever lies beside the recipe
+        return _absolute_path(value, base) if name in _PATHS and not is_built_in else value
 
     return absolute(values, "")
 

@@ -56,6 +56,7 @@ def test_relative_paths_lie_beside_the_file_or_where_a_launch_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipes" / "sets").mkdir(parents=True)
+    (tmp_path / "recipes" / "mathematics").mkdir()
     (tmp_path / "caller" / "policy").mkdir(parents=True)
     text = """
     data:
@@ -63,6 +64,7 @@ def test_relative_paths_lie_beside_the_file_or_where_a_launch_is(
       validation: [{path: /absolute.jsonl}, {path: ~/home.json}]
     workloads: {rl_zero: {data: {draft_general: [{path: ./chats.jsonl}]}}}
     tracking: {uri: "sqlite:///runs.db"}
+    reward: {functions: [{function: mathematics}, {function: own.py:f}]}
     """
     name = written(tmp_path / "recipes", text)
     monkeypatch.chdir(tmp_path / "caller")
@@ -74,6 +76,7 @@ def test_relative_paths_lie_beside_the_file_or_where_a_launch_is(
     assert [source.path for source in recipe.data.validation] == ["/absolute.jsonl", str(Path.home() / "home.json")]
     assert recipe.data.draft_general[0].path == f"{base}/chats.jsonl"
     assert recipe.tracking.uri == f"sqlite:///{base}/runs.db"
+    assert [part.function for part in recipe.reward.functions] == ["mathematics", f"{base}/own.py:f"]
     assert recipe.policy.model == f"{tmp_path}/caller/policy"
     assert recipe.draft.model == f"{tmp_path}/caller/draft"
     assert load_recipe(name, overrides=launched) == recipe
