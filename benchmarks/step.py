@@ -107,11 +107,9 @@ def time_steps(run: FinishedRun, num_steps: int, k: int, decoder: Decoder, turn:
             trainer=Trainer(
                 learner=learner,
                 config=replace(recipe.grpo, num_steps=num_steps),
-                temperature=recipe.sampling.temperature,
-                max_response_tokens=recipe.sampling.max_response_tokens,
+                sampling=recipe.sampling,
                 draft=Draft(version=0 if k else None),
             ),
-            sampling=recipe.sampling,
             gate=RefitGate(
                 remote,
                 learner,

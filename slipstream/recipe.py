@@ -20,7 +20,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from slipstream.catalog import CONFIGS, SimulatorConfig
 from slipstream.config import Checked, check_known, from_mapping, merge, read_mapping, require, to_mapping
-from slipstream.data.config import DATA_SUFFIXES, SYNTHETIC, DataConfig
+from slipstream.data.config import DATA_KINDS, SYNTHETIC, DataConfig
 from slipstream.drafts.config import DraftConfig, DraftOnline
 from slipstream.drafts.length import TuningConfig
 from slipstream.drafts.methods import DraftMethod
@@ -456,7 +456,7 @@ def _absolute_path(value: Any, base: Path) -> Any:
         return value
     if is_sqlite(value):
         return sqlite_uri(Path(os.path.abspath(base / os.path.expanduser(sqlite_path(value)))))
-    is_path = value.startswith((".", "~")) or Path(value.partition(":")[0]).suffix in (*DATA_SUFFIXES, ".py")
+    is_path = value.startswith((".", "~")) or Path(value.partition(":")[0]).suffix in (*DATA_KINDS, ".py")
     if "://" in value or not (is_path or os.path.exists(base / value)):
         return value
     return os.path.abspath(base / os.path.expanduser(value))

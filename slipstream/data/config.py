@@ -15,8 +15,8 @@ from slipstream.data.synthetic import SyntheticConfig
 SYNTHETIC = "synthetic"
 REASONING_GYM = "reasoning_gym:"
 """Start of the path of a source whose rows the package reasoning-gym makes; the rest names the task."""
-DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
-"""Endings of the local files that are read."""
+DATA_KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
+"""Kinds of the local files that are read, as `datasets` names them, by ending."""
 
 _PLAIN = rule("must be text, a number, true, false or null", lambda value: not isinstance(value, list | dict))
 

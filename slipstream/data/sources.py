@@ -24,11 +24,10 @@ from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetGenerationError
 
 from slipstream.config import ConfigError, require
-from slipstream.data.config import SourceConfig
+from slipstream.data.config import DATA_KINDS, SourceConfig
 
 logger = logging.getLogger(__name__)
 
-_KINDS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 _SHOWN_VALUES = 10
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TRAIN = "train"
@@ -60,7 +59,7 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> Rows:
     """Read the rows of `source` that its `where` admits, at most `source.max_rows` of them, sampled by `seed`."""
     datasets.disable_progress_bars()
     path = Path(source.path)
-    local = source.path.startswith((".", "/", "~")) or path.suffix in _KINDS or path.is_dir()
+    local = source.path.startswith((".", "/", "~")) or path.suffix in DATA_KINDS or path.is_dir()
     rule = "must be a hub id (owner/name), a local file or directory, `reasoning_gym:TASK` or `synthetic`"
     require(local or _HUB_ID.fullmatch(source.path) is not None, field, rule, source.path)
     on_hub = {"path": source.path, "name": source.subset, "split": source.split or _TRAIN}
@@ -137,8 +136,9 @@ def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
     for file in files:
         require(file.is_file(), field, "must be a file that exists", str(file), "is it a link to what is gone?")
     require(all(file.stat().st_size > 0 for file in files), field, "must have rows", source.path, "a file is empty")
-    kinds = {_KINDS.get(file.suffix) for file in files}
-    require(len(kinds) == 1 and None not in kinds, field, f"must be of one kind of {', '.join(_KINDS)}", source.path)
+    kinds = {DATA_KINDS.get(file.suffix) for file in files}
+    rule = f"must be of one kind of {', '.join(DATA_KINDS)}"
+    require(len(kinds) == 1 and None not in kinds, field, rule, source.path)
     names = [glob.escape(str(file)) for file in files]
     as_written = _text_columns(files[0]) if ".csv" in {file.suffix for file in files} else {}
     return {"path": kinds.pop(), "data_files": names, "split": f"{_TRAIN}{bracket}{rows}", **as_written}
@@ -172,8 +172,8 @@ def _files_of(directory: Path, source: SourceConfig, split: str, field: str) -> 
         folders = sorted({str(file.parent) for file in files})
         rule, fix = f"must lie in one directory for the split {split}", "name one of them as the source's path"
         require(len(folders) == 1, f"the files of {field}", rule, folders, fix)
-        kinds = {path.suffix: path.name for path in sorted(files[0].parent.iterdir()) if path.suffix in _KINDS}
-        others = sorted(name for suffix, name in kinds.items() if _KINDS[suffix] != _KINDS[files[0].suffix])
+        kinds = {path.suffix: path.name for path in sorted(files[0].parent.iterdir()) if path.suffix in DATA_KINDS}
+        others = sorted(name for suffix, name in kinds.items() if DATA_KINDS[suffix] != DATA_KINDS[files[0].suffix])
         others = [name for name in others if name not in FILES_TO_IGNORE]
         rule, fix = "must be of one kind, for no other would be read", "name the files one by one as sources"
         require(not others, f"the files of {field}", rule, [files[0].name, *others], fix)

@@ -38,18 +38,18 @@ States = Sequence[tuple["Tensor", "Tensor"]]
 
 @dataclass(frozen=True, slots=True)
 class Chats:
-    """Chats with the policy's hidden states."""
+    """Chats with the policy's responses; without `states` until the policy has computed them."""
 
-    sequences: Sequences
+    token_ids: Sequences
     prompt_lengths: Sequence[int]
-    states: States
+    states: States = ()
 
-    def some(self, indices: Sequence[int]) -> Chats:
+    def select(self, indices: Sequence[int]) -> Chats:
         """Return the chats with these indices."""
         return Chats(
-            [self.sequences[i] for i in indices],
+            [self.token_ids[i] for i in indices],
             [self.prompt_lengths[i] for i in indices],
-            [self.states[i] for i in indices],
+            [self.states[i] for i in indices] if self.states else (),
         )
 
 
@@ -57,9 +57,8 @@ class Chats:
 class HeldChats:
     """This rank's share of the training chats; without `states` each step computes them again."""
 
-    places: Mapping[int, int]  # position in the fields below, by index among all chats
-    sequences: Sequences
-    prompt_lengths: Sequence[int]
+    places: Mapping[int, int]  # position in `chats` and `states`, by index among all chats
+    chats: Chats  # without states
     layers: tuple[int, ...]  # of the policy, whose states the draft reads
     states: States | None
 
@@ -73,15 +72,15 @@ class HeldChats:
         fits = policy.hidden_states_bytes(sequences, layers) <= cache_gib * 2**30
         states = policy.hidden_states(sequences, layers) if fits else None
         places = {index: place for place, index in enumerate(indices)}
-        return cls(places, sequences, prompt_lengths, layers, states)
+        return cls(places, Chats(sequences, prompt_lengths), layers, states)
 
     def mine(self, indices: Sequence[int], policy: MegatronPolicy) -> Chats:
         """Return this rank's chats among those with the given indices, with their states."""
         places = [self.places[index] for index in indices if index in self.places]
         if self.states is not None:
-            return Chats(self.sequences, self.prompt_lengths, self.states).some(places)
-        sequences, lengths = [self.sequences[at] for at in places], [self.prompt_lengths[at] for at in places]
-        return Chats(sequences, lengths, policy.hidden_states(sequences, self.layers))
+            return replace(self.chats, states=self.states).select(places)
+        chats = self.chats.select(places)
+        return replace(chats, states=policy.hidden_states(chats.token_ids, self.layers))
 
 
 class LearnerDraft(ABC):
@@ -161,12 +160,12 @@ class LearnerDraft(ABC):
         """
         config = self.config
         parts = sample_parts(
-            [len(tokens) for tokens in chats.sequences],
+            [len(tokens) for tokens in chats.token_ids],
             num_parts=config.online.updates,
             num_tokens=config.online_tokens // num_ranks,
             seed=f"{config.seed}/online/{self.num_updates}",  # a new sample in every step
         )
-        losses = [self.step(chats.some(part), temperature=temperature) for part in parts]
+        losses = [self.step(chats.select(part), temperature=temperature) for part in parts]
         return sum(losses) / len(losses)
 
     def save_checkpoint(self, path: Path) -> None:
@@ -228,7 +227,7 @@ class MtpDraft(LearnerDraft):
     def step(self, chats: Chats, *, temperature: float = 1.0) -> float:
         """One update; returns the loss summed over the passes."""
         return self._trainer.step(
-            chats.sequences,
+            chats.token_ids,
             chats.prompt_lengths,
             chats.states,
             learning_rate=self._learning_rate(),
@@ -239,7 +238,7 @@ class MtpDraft(LearnerDraft):
 
     def evaluate(self, chats: Chats, *, temperature: float = 1.0) -> tuple[list[float], float]:
         """Held-out acceptance by position, and the mean acceptance length."""
-        held = chats.sequences, chats.prompt_lengths, chats.states
+        held = chats.token_ids, chats.prompt_lengths, chats.states
         return self._trainer.evaluate(*held, num_tokens=self.config.pretrain.ttt_steps, temperature=temperature)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

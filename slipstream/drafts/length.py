@@ -44,7 +44,7 @@ from slipstream.types import Prompt
 PATIENCE_STEPS = 3
 """Successive steps that must lose before the autopilot switches drafting."""
 _MARGIN = 0.05  # extra cost of a step, as a fraction, from which a mode loses
-_PROBE_EVERY_STEPS = 8  # steps before the first probe of the other mode; the interval doubles
+_PROBE_EVERY_STEPS = 8  # steps from a switch to the first probe of the other mode; each probe doubles the interval
 _NUM_PROBES = 2  # latest probes, which must agree
 _MAX_BACK_OFF = 8  # times `_PROBE_EVERY_STEPS`
 

@@ -49,13 +49,13 @@ def rows_of(chats: Chats, *, max_tokens: int, device: torch.device = _CPU) -> li
     """Pack chats in their order into rows of at most `max_tokens` tokens; a longer chat gets a row of its own."""
     rows: list[list[int]] = []
     taken = 0
-    for index, tokens in enumerate(chats.sequences):
+    for index, tokens in enumerate(chats.token_ids):
         if not rows or taken + len(tokens) > max_tokens:
             rows.append([])
             taken = 0
         rows[-1].append(index)
         taken += len(tokens)
-    packed = [pack_chats(chats.some(row), device=device) for row in rows]
+    packed = [pack_chats(chats.select(row), device=device) for row in rows]
     # A row whose responses are all too short to draft for gives no loss.
     return [row for row in packed if row.loss_mask.any()]
 
@@ -66,7 +66,7 @@ def pack_chats(chats: Chats, *, device: torch.device = _CPU) -> PackedChats:
     For a chat x0 .. xT with states g0 .. gT and last states y0 .. yT this gives rows (x1, g0, y1) .. (xT, gT-1, yT).
     Row j predicts the token after x(j+1); the first draft follows the first response token.
     """
-    ids = [torch.tensor(tokens[1:], dtype=torch.long) for tokens in chats.sequences]
+    ids = [torch.tensor(tokens[1:], dtype=torch.long) for tokens in chats.token_ids]
     lengths = [len(each) for each in ids]
     positions = [torch.arange(1, num + 1) for num in lengths]
     each = zip(positions, chats.prompt_lengths, lengths, strict=True)

@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config import require
-from slipstream.drafts.compatibility import check_draft_model, tensor_shapes
+from slipstream.data.chat import end_token_ids
+from slipstream.drafts.compatibility import check_draft_model, read_config, tensor_shapes
 from slipstream.drafts.config import DraftConfig
-from slipstream.drafts.learner_draft import sample_parts
+from slipstream.drafts.learner_draft import Chats, sample_parts
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines
 from slipstream.learner.architecture import num_positions
@@ -48,49 +49,30 @@ class DraftProgress:
     mean_acceptance_length: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Responses:
-    """Chats with the policy's responses: tokens of prompt and response, and prompt lengths."""
-
-    token_ids: tuple[tuple[int, ...], ...]
-    prompt_lengths: tuple[int, ...]
-
-    def select(self, indices: Sequence[int]) -> Responses:
-        """Return the chats with these indices."""
-        return Responses(
-            token_ids=tuple(self.token_ids[i] for i in indices),
-            prompt_lengths=tuple(self.prompt_lengths[i] for i in indices),
-        )
-
-
 def regenerate(
     engine: Engines, prompts: Sequence[Prompt], *, config: DraftConfig, sampling: SamplingConfig
-) -> tuple[Responses, float]:
+) -> tuple[Chats, float]:
     """Generate the policy's responses to `prompts`; returns them and the seconds of generation."""
     seed, group_size = config.seed + _SEED_OFFSET, config.pretrain.samples_per_prompt
     result = engine.generate(prompts, sampling=sampling, group_size=group_size, seed=seed)
     pairs = [(group.prompt.token_ids, rollout) for group in result.groups for rollout in group.rollouts]
-    responses = Responses(
-        token_ids=tuple(prompt + rollout.token_ids for prompt, rollout in pairs),
-        prompt_lengths=tuple(len(prompt) for prompt, _ in pairs),
-    )
-    return responses, result.generation_s
+    token_ids = [prompt + rollout.token_ids for prompt, rollout in pairs]
+    return Chats(token_ids, [len(prompt) for prompt, _ in pairs]), result.generation_s
 
 
-def write_responses(responses: Responses, path: Path) -> None:
+def write_responses(responses: Chats, path: Path) -> None:
     """Store `responses` for a resumed attempt."""
     kept = {"token_ids": responses.token_ids, "prompt_lengths": responses.prompt_lengths}
     write_atomic(path, json.dumps(kept).encode())
 
 
-def read_responses(path: Path) -> Responses:
+def read_responses(path: Path) -> Chats:
     """Read what `write_responses` wrote."""
-    kept = json.loads(path.read_text())
-    return Responses(token_ids=tuple(map(tuple, kept["token_ids"])), prompt_lengths=tuple(kept["prompt_lengths"]))
+    return Chats(**json.loads(path.read_text()))
 
 
 def train_draft(
-    train: Responses,
+    train: Chats,
     config: DraftConfig,
     *,
     update: Callable[[int, list[int]], float],
@@ -139,6 +121,14 @@ def completed_losses(checkpoint: Path) -> list[float]:
     return json.loads(file.read_text()) if file.is_file() else []
 
 
+def require_windows(heldout: Responses, *, num_tokens: int) -> None:
+    """Reject held-out responses of which none has room for `num_tokens` drafts behind its first token."""
+    pairs = zip(heldout.token_ids, heldout.prompt_lengths, strict=True)
+    longest = max(len(tokens) - start for tokens, start in pairs)
+    rule = f"must leave a held-out response of more than {num_tokens} tokens"
+    require(longest > num_tokens, "draft.pretrain.ttt_steps", rule, longest, "lower it")
+
+
 def require_cut(num: int, vocab_size: int, *, field: str) -> None:
     """Reject a draft's vocabulary, the recipe's `field`, that is not smaller than the policy's."""
     fix = "null keeps the whole vocabulary"
@@ -171,8 +161,7 @@ def num_parameters(model: Path) -> int:
 
 def scratch_model(config: DraftConfig, policy: Path) -> tuple[ScratchConfig, int, int]:
     """Return the Qwen3 that `draft.draft_model` describes, and the policy's vocabulary size and end-of-sequence id."""
-    ours = json.loads((policy / "config.json").read_text())
-    eos = ours["eos_token_id"]
+    ours = read_config(policy, "policy.model")
     optimizer, num_steps = config.draft_model.optimizer, config.pretrain.num_steps
     scratch = ScratchConfig(
         shape=config.draft_model.shape,
@@ -182,10 +171,10 @@ def scratch_model(config: DraftConfig, policy: Path) -> tuple[ScratchConfig, int
         optimizer=replace(optimizer, warmup_steps=min(optimizer.warmup_steps, num_steps)),
         seed=config.seed,
     )
-    return scratch, ours["vocab_size"], eos[0] if isinstance(eos, list) else eos
+    return scratch, ours["vocab_size"], end_token_ids(policy)[0]
 
 
-def response_update(lm_step: Step, train: Responses, scratch: ScratchConfig) -> Callable[[int, list[int]], float]:
+def response_update(lm_step: Step, train: Chats, scratch: ScratchConfig) -> Callable[[int, list[int]], float]:
     """Return the `update` of `train_draft` that teaches a learner with `scratch` the responses of chats."""
 
     def update(step: int, indices: list[int]) -> float:
@@ -209,9 +198,7 @@ def heldout_acceptance(
         draft: the draft's logprobs of the same tokens.
     """
     chances = [np.exp(np.minimum(q[1:] - p[1:], 0.0, dtype=np.float64)) for p, q in zip(policy, draft, strict=True)]
-    long = [each for each in chances if len(each) >= num_tokens]
-    rule = f"must leave a held-out response of more than {num_tokens} tokens"
-    require(bool(long), "draft.pretrain.ttt_steps", rule, max(map(len, chances), default=0) + 1, "lower it")
+    long = [each for each in chances if len(each) >= num_tokens]  # some are, by `require_windows`
     windows = np.concatenate([np.lib.stride_tricks.sliding_window_view(each, num_tokens) for each in long])
     return DraftProgress(
         rate_by_position=tuple(float(rate) for rate in windows.mean(axis=0)),

@@ -83,8 +83,7 @@ def chunk_losses(
 
 
 _CPU = torch.device("cpu")
-_MOMENTUM = 0.9  # as the policy's Muon, for short trainings
-_NUM_ITERATIONS = 3
+_PARAMETER = "parameter"  # name of a trained parameter beside those of its moments
 
 
 class DraftTrainer(LearnerDraft):
@@ -237,13 +236,11 @@ class DraftTrainer(LearnerDraft):
     def state(self) -> dict[str, Tensor]:
         """All that the next update depends on."""
         self._memory.onload()
-        parameters = {f"{index}.parameter": each.detach() for index, each in enumerate(self._trained)}
-        return {NUM_STEPS: torch.tensor([self._num_steps]), **parameters, **self._optimizer.moments()}
+        return {NUM_STEPS: torch.tensor([self._num_steps]), **self._optimizer.tensors()}
 
-    @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state`, bit for bit."""
-        expected = {f"{index}.parameter": each.shape for index, each in enumerate(self._trained)}
+        expected = {f"{index}.{_PARAMETER}": each.shape for index, each in enumerate(self._trained)}
         if any(name not in state or state[name].shape != shape for name, shape in expected.items()):
             raise CheckpointError(
                 f"the checkpoint must hold the draft's {len(expected)} trained tensors, got {len(state)} others: it is "
@@ -251,15 +248,13 @@ class DraftTrainer(LearnerDraft):
             )
         self._memory.onload()
         self._num_steps = int(state[NUM_STEPS])
-        for index, parameter in enumerate(self._trained):
-            parameter.copy_(state[f"{index}.parameter"])
         self._optimizer.restore(state, num_updates=self._num_steps)
 
     def _rows(self, chats: Chats) -> list[PackedChats]:
         """Pack this trainer's share of the sequences, which is balanced by tokens."""
         index, count = self.share
-        mine = plan_shards([len(tokens) for tokens in chats.sequences], count)[index]
-        return rows_of(chats.some(mine), max_tokens=self.config.reader.tokens_per_row, device=self._device)
+        mine = plan_shards([len(tokens) for tokens in chats.token_ids], count)[index]
+        return rows_of(chats.select(mine), max_tokens=self.config.reader.tokens_per_row, device=self._device)
 
     def _windows(self, batch: PackedChats, temperature: float) -> Tensor:
         """[ttt_steps, windows] probability of accepting each token of every draft window within one response.
@@ -292,7 +287,7 @@ def policy_head(policy: Path) -> Tensor:
 
 
 class DraftOptimizer:
-    """AdamW of a draft's parameters, or Muon for the layer's matrices and AdamW for the rest, with their moments.
+    """AdamW of a draft's parameters, or Muon for the layer's matrices and AdamW for the rest.
 
     Muon needs fewer tokens to learn, and training beside the policy has few (research/log.md).
     """
@@ -300,23 +295,15 @@ class DraftOptimizer:
     def __init__(self, named: Sequence[tuple[str, torch.nn.Parameter]], config: OptimizerConfig) -> None:
         """Start without moments; `named` are the trained parameters in their order."""
         is_muon, decay = config.method is OptimizerMethod.MUON, config.weight_decay
-        by_muon = [is_muon and parameter.dim() == 2 and not name.startswith("lm_head.") for name, parameter in named]
-        matrices, rest = (
-            [each for (_, each), by in zip(named, by_muon, strict=True) if by is muon] for muon in (True, False)
-        )
+        by_muon = {each: is_muon and each.dim() == 2 and not name.startswith("lm_head.") for name, each in named}
+        matrices, rest = ([each for each, by in by_muon.items() if by is muon] for muon in (True, False))
         betas = config.betas[0], config.betas[1]
         adamw = torch.optim.AdamW(rest, lr=0.0, betas=betas, weight_decay=decay, fused=True)
         self.steppers: tuple[torch.optim.Optimizer, ...] = (adamw,)
         if matrices:
             dtype = torch.float32 if matrices[0].device.type == "cpu" else torch.bfloat16
-            muon = BatchedMuon(
-                matrices, lr=0.0, momentum=_MOMENTUM, num_iterations=_NUM_ITERATIONS, dtype=dtype, weight_decay=decay
-            )
-            self.steppers = (adamw, muon)
-        self._stepped = [
-            Stepped(parameter, parameter, 0, parameter.numel(), self.steppers[by])
-            for (_, parameter), by in zip(named, by_muon, strict=True)
-        ]
+            self.steppers = (adamw, BatchedMuon(matrices, lr=0.0, dtype=dtype, weight_decay=decay))
+        self._stepped = [Stepped(each, each, 0, each.numel(), self.steppers[by]) for each, by in by_muon.items()]
 
     def step(self, *, learning_rate: float) -> None:
         """Make one update from the parameters' gradients."""
@@ -325,16 +312,17 @@ class DraftOptimizer:
                 group["lr"] = learning_rate
             optimizer.step()
 
-    def moments(self) -> dict[str, Tensor]:
-        """Return the moments by `<index of the parameter>.<name>`, sharing memory; empty before the first update."""
+    def tensors(self) -> dict[str, Tensor]:
+        """Return parameters and moments by `<index of the parameter>.<name>`, sharing memory."""
         return {
-            f"{index}.{name}": moment
+            f"{index}.{name}": tensor
             for index, each in enumerate(self._stepped)
-            for name, moment in each.kept().items()
+            for name, tensor in {_PARAMETER: each.main.detach(), **each.kept()}.items()
         }
 
-    def restore(self, moments: Mapping[str, Tensor], *, num_updates: int) -> None:
-        """Continue from `moments` after `num_updates` updates."""
+    @torch.no_grad()
+    def restore(self, tensors: Mapping[str, Tensor], *, num_updates: int) -> None:
+        """Continue from `tensors` after `num_updates` updates."""
         for index, each in enumerate(self._stepped):
-            for name, moment in each.reset(num_updates).items():
-                moment.copy_(moments[f"{index}.{name}"])
+            for name, tensor in {_PARAMETER: each.main, **each.reset(num_updates)}.items():
+                tensor.copy_(tensors[f"{index}.{name}"])

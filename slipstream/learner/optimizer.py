@@ -40,11 +40,6 @@ from slipstream.types import Dtype
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration, as in Jordan's post and in torch
 _EPS = 1e-7
-
-# The defaults are 0.95 and five. A short training learns faster with a lower momentum, and three iterations teach as
-# much as five (research/log.md).
-_MUON_MOMENTUM = 0.9
-_NUM_MUON_ITERATIONS = 3
 _BY_MUON = "with_muon"  # key of Muon's groups; it sorts behind Megatron's, and so do the groups
 _PIECE_BYTES = 2**28  # torch rounds a block of pinned memory up to a power of two
 
@@ -64,7 +59,8 @@ class BatchedMuon(torch.optim.Optimizer):
 
     The updates equal those of `torch.optim.Muon(..., adjust_lr_fn="match_rms_adamw")` up to rounding. `dtype` is the
     iteration's: bfloat16 is precise enough, but only some processors multiply it fast. A step overwrites the gradients
-    by the momentum that it orthogonalizes.
+    by the momentum that it orthogonalizes. Torch's momentum is 0.95, and it makes five iterations: a short training
+    learns faster with a lower momentum, and three iterations teach as much as five (research/log.md).
 
     Source:
         Jordan et al., Muon (2024); Liu et al., Muon is Scalable for LLM Training, arXiv 2502.16982.
@@ -76,8 +72,8 @@ class BatchedMuon(torch.optim.Optimizer):
         *,
         lr: float,
         weight_decay: float = 0.0,
-        momentum: float = 0.95,
-        num_iterations: int = 5,
+        momentum: float = 0.9,
+        num_iterations: int = 3,
         dtype: torch.dtype = torch.bfloat16,
         parts: Mapping[Tensor, MatrixPart] | None = None,
         gather: Callable[[], None] = lambda: None,
@@ -276,8 +272,6 @@ def _give_to_muon(optimizer: Any, settings: MegatronOptimizerConfig) -> None:
     muon = BatchedMuon(
         [{"params": []}],  # Megatron's groups have rate and decay; some of their tensors torch's constructor refuses
         lr=0.0,
-        momentum=_MUON_MOMENTUM,
-        num_iterations=_NUM_MUON_ITERATIONS,
         dtype=settings.params_dtype,
         parts=parts,
         gather=gather,
@@ -305,6 +299,13 @@ class Stepped:
     def counts_by_parameter(self) -> bool:
         """True if each parameter has a tensor that counts its steps, as in torch; else the group has one number."""
         return isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW)
+
+    def counts(self) -> list[float]:
+        """Return the optimizer's counts of updates; Muon keeps none."""
+        if self.counts_by_parameter:
+            return [float(self.optimizer.state[self.main]["step"])]
+        groups = [] if isinstance(self.optimizer, BatchedMuon) else self.optimizer.param_groups
+        return [float(group["step"]) for group in groups if group["params"]]
 
     def kept(self) -> dict[str, Tensor]:
         """Return the optimizer's moments by name, sharing memory; empty before the first update."""

@@ -5,7 +5,6 @@ A directory and a hub id are checked by their configs alone.
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -151,24 +150,23 @@ def locate(model: str, patterns: Sequence[str], *, field: str = "policy.model") 
 
 def pretrain(
     lm_step: Step,
-    documents: Iterable[Document],
+    documents: Iterator[Document],
     config: ScratchConfig,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> list[float]:
     """Train for `config.num_steps` updates of about `config.tokens_per_step` tokens each.
 
     Args:
-        documents: consumed in order; a sequence is repeated, an iterator must last for all steps.
+        documents: consumed in order; they must last for all steps.
         on_step: called with each step, from 0, and its loss.
     Returns:
         Mean loss a learned token of every step, in nats.
     Raises:
         ValueError: `documents` ended before the last step.
     """
-    stream = itertools.cycle(documents) if isinstance(documents, Sequence) else iter(documents)
     losses = []
     for step in range(config.num_steps):
-        batch = _take(stream, config.tokens_per_step)
+        batch = _take(documents, config.tokens_per_step)
         if not batch:
             raise ValueError(f"documents ended after {step} of {config.num_steps} pretraining steps")
         sequences, loss_starts = zip(*batch, strict=True)
@@ -186,10 +184,10 @@ def learning_rate_at(step: int, config: ScratchConfig) -> float:
     return highest * (config.num_steps - step) / (config.num_steps - warmup)
 
 
-def _take(stream: Iterator[Document], num_tokens: int) -> list[Document]:
+def _take(documents: Iterator[Document], num_tokens: int) -> list[Document]:
     """Take whole documents until they hold at least `num_tokens` tokens, or until there are no more."""
     batch, taken = [], 0
-    for document in stream:
+    for document in documents:
         batch.append(document)
         taken += len(document[0])
         if taken >= num_tokens:

@@ -54,7 +54,7 @@ def find_drift(subject: Execution, executions: Iterable[Execution], config: Drif
 
 
 def comparable(subject: Execution, executions: Iterable[Execution], config: DriftConfig) -> list[Execution]:
-    """Select the latest lossless executions with the subject's recipe, workload, hardware and dtype.
+    """Select the latest executions, lossless if they speculated, of the subject's recipe, workload and hardware.
 
     Seeds are part of the noise. Executions with the subject's own seeds are used alone where there are enough.
     Otherwise each choice of seeds counts once, by its newest execution: repetitions do not show the spread over seeds.
@@ -107,10 +107,11 @@ def _is_comparable(subject: Execution, execution: Execution) -> bool:
     A parameter that only one has was added or removed between their commits.
     """
     free = ("seed", *OPERATION)
+    has_report = "result/hours" in execution.metrics  # without a certificate, where nothing speculated
     shared = {name for name in subject.params.keys() & execution.params.keys() if name.rpartition(".")[2] not in free}
     return (
         execution.name != subject.name
-        and execution.metrics.get("result/lossless") == 1
+        and execution.metrics.get("result/lossless", float(has_report)) == 1
         and all(execution.tags.get(tag) == subject.tags.get(tag) for tag in ("workload", _HARDWARE, _DTYPE))
         and all(subject.params[name] == execution.params[name] for name in shared)
     )

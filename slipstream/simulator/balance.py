@@ -13,7 +13,7 @@ Legend: `D` samples of the slowdowns, the first one the medians, `S` steps; seco
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 
@@ -208,16 +208,18 @@ def _of_gpus(
 ) -> Iterator[BalanceRow]:
     require(gpus_per_node >= 1, "--gpus-per-node", "must be >= 1", gpus_per_node)
     engine, total = layout.gpus_per_engine, layout.num_gpus
-    # Each stage is measured on the GPUs that it used.
-    generating = replace(run_setting(layout), num_gpus=layout.generation_gpus or total)
-    found = calibrate_run(run.arms, run.tuning, generating)
-    training = replace(found.setting, num_gpus=total - layout.generation_gpus)
+    found = calibrate_run(run.arms, run.tuning, run_setting(layout))
     splits = [gpus for gpus in range(engine, total, engine) if gpus % gpus_per_node == total % gpus_per_node == 0]
     rule = f"must leave a GPU for training beside an engine of {engine}, in nodes of {gpus_per_node}"
     require(bool(splits), "--run", rule, total)
     for arm in run.arms:
         measured = stagewise(fmean, [step.times for step in arm.timed_steps])
-        learner = Learner(measured=measured, setting=training, mean_tokens=found.mean_tokens)
+        learner = Learner(
+            measured=measured,
+            setting=found.setting,
+            mean_tokens=found.mean_tokens,
+            num_gpus=total - layout.generation_gpus,  # each stage was measured on the GPUs that it used
+        )
         seconds = _measured_cost(found, arm.num_speculative_tokens, measured.generation_s)
         for gpus in splits:
             joined = overlap(

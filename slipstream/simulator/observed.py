@@ -114,7 +114,8 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord | None, settin
     """Fit the cost model to the autoregressive arm and the sweep, and check it on the speculative arm.
 
     Args:
-        setting: layout of the run; rollouts a step and the mean and spread of lengths are counted in the arm.
+        setting: layout of the run; rollouts a step and a prompt, and the mean and spread of lengths, are counted in the
+            arm.
     """
     base = _arm(arms, Arm.AUTOREGRESSIVE)
     require(base is not None, "run.arms", "must hold the autoregressive arm", [arm.arm.value for arm in arms])
@@ -126,6 +127,7 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord | None, settin
     counted = replace(
         setting,
         num_rollouts=round(median(step.num_rollouts for step in steps)),
+        group_size=_group_size(setting, steps[0]),
         length_log_sd=_length_log_sd(setting, steps, mean),
     )
     spread = counted.length_log_sd
@@ -144,6 +146,11 @@ def calibrate_run(arms: Sequence[ArmRecord], tuning: TuningRecord | None, settin
         step=stagewise(median, [step.times for step in steps]),
         check=_check(arms, tuning, group, ensemble),
     )
+
+
+def _group_size(setting: Setting, step: StepRecord) -> int:
+    """Count the rollouts of a prompt, or take the setting's if the step does not say how many prompts it had."""
+    return step.num_rollouts // len(step.rewards_by_prompt) if step.rewards_by_prompt else setting.group_size
 
 
 def _length_log_sd(setting: Setting, steps: Sequence[StepRecord], mean: float) -> float:
@@ -233,13 +240,18 @@ def _baseline_log_sd(point: SweepPoint) -> float:
 
 
 def _sweep_group(setting: Setting, mean: float, batch: int, points: Sequence[SweepPoint]) -> Group:
-    """Describe the responses of a sweep at one batch size; the mean defaults to the arm's `mean` if not recorded."""
+    """Describe the responses of a sweep at one batch size; the mean defaults to the arm's `mean` if not recorded.
+
+    The sweep runs the engines of the arm. A group stays on one engine, so few groups leave some engines idle.
+    """
     tokens = [point.autoregressive_response_tokens for point in points]
     longest = [point.autoregressive_longest_tokens for point in points]
     own_mean, log_sd = (fmean(tokens), 0.0) if all(tokens) else (mean, _SWEEP_MEAN_LOG_SD)
+    shape = setting.shape()
+    num_engines = min(shape.num_engines, max(1, batch // setting.group_size))
     return Group(
         name=f"sweep, batch {batch}",
-        shape=replace(setting.shape(), num_rollouts=batch, num_engines=1),  # the sweep runs one engine
+        shape=replace(shape, num_rollouts=batch, num_engines=num_engines),
         mean_tokens=own_mean,
         mean_log_sd=log_sd,
         length_log_sd=_spread_of(setting, own_mean, longest, batch),
@@ -269,7 +281,7 @@ def known_layout(run: RunRecord) -> LayoutRecord:
 
 
 def run_setting(layout: LayoutRecord) -> Setting:
-    """Build the setting of a run's layout; prompts and spread of lengths are assumed for the kind of machine."""
+    """Build the setting of a run's engines; prompts and spread of lengths are assumed for the kind of machine."""
     base = load_setting(_CPU_SETTING if target_of(layout.hardware) == "cpu" else PAPER_SETTING)
     return replace(
         base,
@@ -277,7 +289,7 @@ def run_setting(layout: LayoutRecord) -> Setting:
         hardware=layout.hardware,
         precision=Precision(layout.precision),
         learner_precision=Precision(layout.learner_precision),
-        num_gpus=layout.num_gpus,
+        num_gpus=layout.generation_gpus or layout.num_gpus,
         gpus_per_engine=layout.gpus_per_engine,
         max_response_tokens=layout.max_response_tokens,
         slots=Slots.RESPONSE,  # as the loops of Slipstream; those of the published runs free slots by the group

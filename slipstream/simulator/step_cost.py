@@ -43,11 +43,12 @@ _POINTS = 65  # running batches in a grid search, over the whole range and again
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Learner:
-    """Learner with a measured step on all GPUs of `setting`."""
+    """Learner with a measured step on a layout."""
 
     measured: StageTimes
     setting: Setting
     mean_tokens: float  # mean response tokens of the measured step
+    num_gpus: int = 0  # GPUs that trained in it; 0: all of `setting`
 
     def stages(self, setting: Setting, *, num_gpus: int, mean_tokens: float, deviation: float = 0.0) -> StageTimes:
         """Scale the measured step, without generation, to another layout; data and prepare keep their seconds.
@@ -60,7 +61,7 @@ class Learner:
         """
         ratio, log_sd = relative_efficiency(setting, self.setting)
         factor = _ideal_s(setting, num_gpus, mean_tokens) / (ratio * math.exp(log_sd * deviation))
-        factor /= _ideal_s(self.setting, self.setting.num_gpus, self.mean_tokens)
+        factor /= _ideal_s(self.setting, self.num_gpus or self.setting.num_gpus, self.mean_tokens)
         logprob_s, train_s = factor * self.measured.logprob_s, factor * self.measured.train_s
         return replace(self.measured, logprob_s=logprob_s, train_s=train_s).with_generation(0.0)
 

@@ -12,8 +12,9 @@ from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts import pretrain
 from slipstream.drafts.config import DraftConfig, DraftInit
+from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.methods import TRAITS, DraftMethod, Training, require_package
-from slipstream.drafts.pretrain import DraftProgress, Responses
+from slipstream.drafts.pretrain import DraftProgress
 from slipstream.learner.architecture import Architecture
 from slipstream.logs import progress
 from slipstream.recipe import Recipe
@@ -104,7 +105,8 @@ def train_on(
 
     Raises:
         ConfigError: fewer prompts than `num_prompts` + `num_heldout_prompts` of `draft.pretrain`; a given draft that
-            does not fit; or a `vocab_size` of the draft that leaves no token out.
+            does not fit; a `vocab_size` of the draft that leaves no token out; or held-out responses that are too short
+            for `ttt_steps`.
     """
     config = recipe.draft
     start = time.perf_counter()
@@ -120,6 +122,7 @@ def train_on(
     num_heldout = config.pretrain.num_heldout_prompts * config.pretrain.samples_per_prompt
     train = responses.select(range(num_heldout, len(responses.token_ids)))
     heldout = responses.select(range(num_heldout))
+    pretrain.require_windows(heldout, num_tokens=config.pretrain.ttt_steps)
     teach = _teach_states if config.trains is Training.HIDDEN_STATES else _teach_responses
     done = len(pretrain.completed_losses(directory / _CHECKPOINT))
     with (
@@ -147,7 +150,7 @@ def train_on(
     )
 
 
-def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Responses:
+def _responses(prompts: Sequence[Prompt], recipe: Recipe, policy: Path, path: Path) -> Chats:
     """Sample the policy's responses to the draft prompts, held-out ones first; a resumed attempt reads `path`."""
     if path.is_file():
         return pretrain.read_responses(path)
@@ -171,8 +174,8 @@ def _teach_states(
     recipe: Recipe,
     policy: Path,
     *,
-    train: Responses,
-    heldout: Responses,
+    train: Chats,
+    heldout: Chats,
     into: Path,
     log: OnStep,
 ) -> tuple[int, list[float], DraftProgress]:
@@ -202,8 +205,8 @@ def _teach_responses(
     recipe: Recipe,
     policy: Path,
     *,
-    train: Responses,
-    heldout: Responses,
+    train: Chats,
+    heldout: Chats,
     into: Path,
     log: OnStep,
 ) -> tuple[int, list[float], DraftProgress]:
@@ -241,7 +244,7 @@ def _teach_responses(
     return num, losses, pretrain.heldout_acceptance(of_policy, of_draft, num_tokens=config.pretrain.ttt_steps)
 
 
-def known_tokens(config: DraftConfig, train: Responses, policy: Path) -> tuple[int, ...] | None:
+def known_tokens(config: DraftConfig, train: Chats, policy: Path) -> tuple[int, ...] | None:
     """Tokens of a draft with a reduced vocabulary; None for all tokens."""
     num = _num_known(config)
     if num is None:

@@ -20,7 +20,7 @@ from slipstream.simulator.projection import ProjectionRecord
 from slipstream.stages.context import RunContext
 from slipstream.stages.runs import end_reported_execution, experiment_name, tracked
 from slipstream.stages.support import numerics, recipe_layout, settled, versions
-from slipstream.tracking.config import store_uri
+from slipstream.tracking.config import fitted, store_uri
 from slipstream.tracking.mlflow_store import Execution, TrackingError, read_executions
 from slipstream.types import Arms
 from slipstream.workers.session import machine
@@ -117,7 +117,7 @@ def drift_of(context: RunContext, recipe: Recipe, record: RunRecord) -> DriftRec
     subject = Execution(
         name=context.execution,
         metrics=result_metrics(record, hours=0.0, gpu_hours=0.0),
-        params={**parameters(recipe), "arms": context.arms},
+        params=fitted("param", {**parameters(recipe), "arms": context.arms}),  # as the others' were stored
         tags={"workload": record.workload, **setting_tags(record)},
     )
     drift = find_drift(subject, executions, recipe.tracking.drift)

@@ -26,7 +26,7 @@ from slipstream.stages.store import finished
 from slipstream.stages.support import decode, draft_init, settled, tokenizer, versions
 from slipstream.tracking.tracker import Tracker
 from slipstream.train.arm import ArmPlan, Run
-from slipstream.train.turns import Stopped, Turn, in_turn
+from slipstream.train.turns import ALONE, Stopped, Turn, in_turn
 from slipstream.types import Arm, ArmLoop, LoopMode, Prompt, arm_name
 from slipstream.workers.engines import idle_engines
 from slipstream.workers.learners import idle_learners
@@ -87,7 +87,7 @@ def train_grpo(
     return directories
 
 
-def train_arm(tracker: Tracker, turn: Turn | None = None, **given: Any) -> ArmRecord:
+def train_arm(tracker: Tracker, turn: Turn = ALONE, **given: Any) -> ArmRecord:
     """Train an arm in its directory, and write its record there; `given` are the other fields of `Run`."""
     run = Run(log=tracker.log, turn=turn, **given)
     record = replace(run.train(), versions=versions())

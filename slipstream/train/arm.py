@@ -30,7 +30,7 @@ from slipstream.train.loop import Draft, SyncLoop, TrainedDraft, Trainer
 from slipstream.train.metrics import StageClock, metrics_of, step_line
 from slipstream.train.queues import ThreadGroup
 from slipstream.train.recovery import Autopilot, FaultTolerantEngines, WeightsLostError
-from slipstream.train.turns import Turn
+from slipstream.train.turns import ALONE, Turn
 from slipstream.types import Arm, FinishReason, LoopMode, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, machines
 from slipstream.workers.cores import shared_cores
@@ -82,7 +82,7 @@ class Run:
     decode: Decode
     directory: Path
     log: LogMetrics  # receives the metrics of each step
-    turn: Turn | None = None  # None: the arm trains alone
+    turn: Turn = ALONE
 
     def train(self) -> ArmRecord:
         """Train; write the policy to `directory/policy` and a draft that learned beside it to `directory/draft`.
@@ -106,7 +106,7 @@ class Run:
             engine=facts,
             loop=recipe.loop.mode.value,
             max_off_policy_steps=recipe.loop.max_off_policy_steps,
-            steps_a_turn=0 if self.turn is None else self.turn.num_steps,
+            steps_a_turn=self.turn.num_steps,
         )
 
     def with_restarts(self, engines: RemoteEngine, reward: Reward) -> list[StepRecord]:
@@ -178,7 +178,7 @@ class Run:
                 if recipe.grpo.is_checkpoint_due(record.step):
                     checkpoints.save(learner, history, None if waiting is None else waiting.to_bytes())
                     self._keep_histories(engines)
-                    if self.turn is not None:
+                    if self.turn.num_steps > 0:
                         learner.finish_checkpoint()  # else it would be written while another arm's step is timed
 
             trainer = self._trainer(learner, history)
@@ -188,8 +188,7 @@ class Run:
             start_clock = partial(self._start_clock, history)
             loop = self.loop(tolerant, trainer, rewards, on_step, pending, threads, start_clock)
             loop.run(start_step=len(history))
-            if self.turn is not None:
-                self.turn.begin(len(history))
+            self.turn.begin(len(history))
             learner.save_hf(self.directory / "policy", self.policy)
             if self._trains_draft:
                 learner.save_draft(self.directory / "draft")
@@ -254,7 +253,6 @@ class Run:
                 prompts=prompts,
                 score=score,
                 trainer=trainer,
-                sampling=recipe.sampling,
                 on_step=on_step,
                 start_clock=start_clock,
             )
@@ -264,7 +262,6 @@ class Run:
             prompts=prompts,
             score=score,
             trainer=trainer,
-            sampling=recipe.sampling,
             loop=recipe.loop,
             on_step=on_step,
             start_clock=start_clock,
@@ -276,8 +273,7 @@ class Run:
 
     def _start_clock(self, history: Sequence[StepRecord]) -> StageClock:
         """Start the clock of the next step once it is this arm's turn."""
-        if self.turn is not None:
-            self.turn.begin(len(history))
+        self.turn.begin(len(history))
         return StageClock()
 
     def fault_tolerant(
@@ -338,8 +334,7 @@ class Run:
         return Trainer(
             learner=learner,
             config=recipe.grpo,
-            temperature=recipe.sampling.temperature,
-            max_response_tokens=recipe.sampling.max_response_tokens,
+            sampling=recipe.sampling,
             draft=draft,
             guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
             max_lag=recipe.loop.max_off_policy_steps,

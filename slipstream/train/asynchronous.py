@@ -31,8 +31,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from slipstream.data.prompts import PromptStream
-from slipstream.engine.acceptance import combine
-from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion, group_requests, rollout_seed
 from slipstream.grpo.config import LoopConfig, TooOld
 from slipstream.records.steps import RefitCheck, StepRecord
@@ -43,8 +41,9 @@ from slipstream.train.loop import Trainer, engine_seed, recent
 from slipstream.train.metrics import StageClock, Stopwatch
 from slipstream.train.queues import Queue, ThreadGroup
 from slipstream.train.recovery import FaultTolerantEngines
-from slipstream.train.turns import Turn
+from slipstream.train.turns import ALONE, Turn
 from slipstream.types import Arm, LoopMode, RolloutGroup
+from slipstream.workers.scheduler import together
 
 _MAX_ADVANCE_S = 0.05  # longest time for which one call of `advance` delays new weights
 
@@ -62,11 +61,10 @@ class AsyncLoop:
     prompts: PromptStream
     score: Callable[[Sequence[RolloutGroup]], RewardResult]
     trainer: Trainer
-    sampling: SamplingConfig
     loop: LoopConfig
     on_step: Callable[[StepRecord, Pending | None], None]
     start_clock: Callable[[], StageClock] = StageClock
-    turn: Turn | None = None  # all requested batches are there when it ends; None: the arm trains alone
+    turn: Turn = ALONE  # all requested batches are there when it ends
     threads: ThreadGroup = field(default_factory=ThreadGroup)
     pending: Pending = field(default_factory=Pending)  # of an earlier attempt, whose unfinished groups are restarted
     submitted: Submitted | None = None  # counter over all attempts; None: nothing is counted
@@ -147,7 +145,7 @@ class AsyncLoop:
         with self._watch.engine.busy():
             result = self.engines.generate(
                 self.prompts.batch(batch),
-                sampling=self.sampling,
+                sampling=self.trainer.sampling,
                 group_size=config.group_size,
                 seed=engine_seed(config.seed, self.arm, batch),
             )
@@ -201,7 +199,7 @@ class AsyncLoop:
         versions: tuple[Versions, ...] = self.pending.published
         for step in range(start_step, trainer.config.num_steps):
             clock = self.start_clock()
-            if self.turn is not None and self.turn.begins_with(step):
+            if self.turn.begins_with(step) or (step == start_step and self.turn is not ALONE):
                 watch.restart()
             draft_version, published = trainer.draft.version, None
             with watch.exporting():
@@ -218,8 +216,7 @@ class AsyncLoop:
                 published = watch.delivered(clock, self._published.take)
             refit, num_restarted = published
             watch.num_restarted += num_restarted
-            is_last = self.turn is not None and self.turn.begins_with(step + 1)
-            is_drained = is_last or trainer.config.is_checkpoint_due(step)
+            is_drained = self.turn.begins_with(step + 1) or trainer.config.is_checkpoint_due(step)
             pending = self._pending(step, versions, clock) if is_drained else None
             times, overlap = clock.times(), watch.overlap()
             record = trainer.record(step, times, refit, learned, overlap=overlap, machine=clock.machine_use())
@@ -252,15 +249,15 @@ class AsyncLoop:
             (own,) = batch
             watch.num_regenerated += own.result.num_regenerated
             return own.result, own.rewards
-        advanced = self._advanced.drain()
-        drafted = [each.acceptance for each in advanced if each.acceptance is not None]
-        watch.num_regenerated += sum(each.num_regenerated for each in advanced)
+        advanced = together(self._advanced.drain(), num_engines=1)
+        drafted = advanced.acceptance
+        watch.num_regenerated += advanced.num_regenerated
         result = GenerationResult(
             groups=tuple(group for each in batch for group in each.result.groups),
-            acceptance=combine(drafted) if any(each.num_drafts for each in drafted) else None,
+            acceptance=drafted if drafted is not None and drafted.num_drafts else None,
             generation_s=watch.generated_s(),
-            num_preemptions=sum(each.num_preemptions for each in advanced),
-            num_engine_restarts=sum(each.num_engine_restarts for each in advanced),
+            num_preemptions=advanced.num_preemptions,
+            num_engine_restarts=advanced.num_engine_restarts,
         )
         return result, joined([each.rewards for each in batch])
 

@@ -129,7 +129,6 @@ class SyncLoop:
     prompts: PromptStream
     score: Callable[[Sequence[RolloutGroup]], RewardResult]
     trainer: Trainer
-    sampling: SamplingConfig
     on_step: Callable[[StepRecord], None]
     start_clock: Callable[[], StageClock] = StageClock
 
@@ -162,9 +161,10 @@ class SyncLoop:
                 with clock.stage("data"):
                     prompts = self.prompts.further(step, number)
             with clock.stage("generation"):
-                results.append(
-                    self.engine.generate(prompts, sampling=self.sampling, group_size=config.group_size, seed=seed)
+                found = self.engine.generate(
+                    prompts, sampling=self.trainer.sampling, group_size=config.group_size, seed=seed
                 )
+                results.append(found)
             with clock.stage("data"):
                 scores.append(self.score(results[-1].groups))
             num_with_signal += int(have_signal(scores[-1].rewards, len(prompts)).sum())
@@ -192,8 +192,7 @@ class Trainer:
 
     learner: Learner
     config: GrpoConfig
-    temperature: float  # of the rollouts
-    max_response_tokens: int  # the loss `dr_grpo` needs it
+    sampling: SamplingConfig  # of the rollouts
     draft: Draft = field(default_factory=Draft)
     guard: AcceptanceGuard = field(default_factory=AcceptanceGuard)
     max_lag: int = 0  # versions by which rollouts may be older than the policy that learns from them
@@ -229,15 +228,15 @@ class Trainer:
         before = reference = None
         if self.config.needs_logprob_pass:
             with clock.stage("logprob"):
-                before = self.learner.logprobs(batch, self.temperature)
-                reference = self.learner.ref_logprobs(batch, self.temperature)
+                before = self.learner.logprobs(batch, self.sampling.temperature)
+                reference = self.learner.ref_logprobs(batch, self.sampling.temperature)
         update = Update(
             batch=batch,
             trainer_logprobs=before,
             ref_logprobs=reference,
             loss=self.config.loss,
-            temperature=self.temperature,
-            max_response_tokens=self.max_response_tokens,
+            temperature=self.sampling.temperature,
+            max_response_tokens=self.sampling.max_response_tokens,
             trains_draft=decision is not None and decision.trains,
         )
         with clock.stage("train"):

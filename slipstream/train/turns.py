@@ -24,6 +24,7 @@ class Turns:
         self._changed = threading.Condition()
         self._order = list(names)
         self._waiting: dict[str, int] = {}  # number of the turn that each member waits for
+        self._begun: set[str] = set()  # members that have had a turn
         self._is_stopped = False
 
     def wait(self, name: str, number: int) -> None:
@@ -35,6 +36,11 @@ class Turns:
             if self._is_stopped:
                 raise Stopped(f"{name} waits for a turn that will not come")
             del self._waiting[name]
+            self._begun.add(name)
+
+    def has_begun(self, name: str) -> bool:
+        """Return True if `name` has had a turn."""
+        return name in self._begun
 
     def leave(self, name: str) -> None:
         """Remove `name`; no member waits for it any more."""
@@ -60,20 +66,27 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The turns of one member, of `num_steps` steps each."""
+    """The turns of one member, of `num_steps` steps each; with 0 no turn ever begins."""
 
     turns: Turns
     name: str
     num_steps: int = 1
 
     def begin(self, step: int) -> None:
-        """Wait for the turn of `step` if a turn begins with it; a repeated call keeps the turn."""
-        if self.begins_with(step):
+        """Wait for the turn of `step` if a turn begins with it; a repeated call keeps the turn.
+
+        A member that resumes in the middle of a turn waits for it too.
+        """
+        if self.begins_with(step) or (self.num_steps > 0 and not self.turns.has_begun(self.name)):
             self.turns.wait(self.name, step // self.num_steps)
 
     def begins_with(self, step: int) -> bool:
         """Return True if a turn begins with this step."""
-        return step % self.num_steps == 0
+        return self.num_steps > 0 and step % self.num_steps == 0
+
+
+ALONE = Turn(Turns(()), "", num_steps=0)
+"""Turn of a trainer that has its machine alone, and waits for nobody."""
 
 
 def in_turn(

@@ -92,12 +92,13 @@ class Crew:
         calls = [(worker, call(worker.actor)) for worker in self.workers]
         return lambda: self.gather(what, calls, deadline=deadline)
 
-    def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> tuple[Worker, Any]:
-        """Return the first of `calls` to some of the workers that is answered; a LostWorkerError if none is in time."""
+    def first_of(self, what: str, calls: Sequence[tuple[Worker, Any]]) -> tuple[tuple[Worker, Any], Any]:
+        """Wait for the first answer to `calls`; returns the call and the answer, and raises as `gather` does."""
         done, _ = ray.wait([ref for _, ref in calls], num_returns=1, timeout=self.deadline.seconds)
-        if done:
-            return next(call for call in calls if call[1] == done[0])
-        raise _silent([worker for worker, _ in calls], what, self.last_done, self.deadline)
+        if not done:
+            raise _silent([worker for worker, _ in calls], what, self.last_done, self.deadline)
+        first = next(call for call in calls if call[1] == done[0])
+        return first, self.gather(what, [first])[0]
 
     def gather(self, what: str, calls: Sequence[tuple[Worker, Any]], *, deadline: Deadline | None = None) -> list[Any]:
         """Wait for the answers to one call that some of the workers got.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -360,12 +361,7 @@ def generate_dealt(crew: Crew, dealt: Deal, sampling: SamplingConfig, what: str)
         engine = crew.workers[index]
         return engine, engine.actor.generate.remote(requests, sampling=sampling, is_first=is_first, room_for=room_for)
 
-    def wait(calls: Sequence[Any]) -> tuple[Any, Portion]:
-        done = crew.first_of(what, calls)
-        (portion,) = crew.gather(what, [done])
-        return done, portion
-
-    return gather(dealt, start=start, wait=wait)
+    return gather(dealt, start=start, wait=partial(crew.first_of, what))
 
 
 _ANYWHERE = Layout()

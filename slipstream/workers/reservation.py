@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from slipstream.config import ConfigError
 from slipstream.workers.placement.config import Layout
-from slipstream.workers.placement.plan import Cluster, Plan, Slot, make_plan, replanned
-from slipstream.workers.session import RayNode, actor_environment, as_cluster, ray_nodes
+from slipstream.workers.placement.plan import Cluster, Node, Plan, Slot, make_plan, plan_text, replanned
+from slipstream.workers.session import actor_environment, ray_nodes, with_numa
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Reservation:
 
     def is_whole(self) -> bool:
         """Return True if all nodes of the reservation are alive."""
-        return {seat.node_id for seat in self.seats.values()} <= {node.id for node in ray_nodes()}
+        return {seat.node_id for seat in self.seats.values()} <= {node.name for node in ray_nodes()}
 
     def release(self) -> None:
         """Release the GPUs; Ray kills the processes that run on them."""
@@ -139,8 +139,8 @@ def reserved(layout: Layout) -> Reservation | None:
 def reserve(layout: Layout) -> Reservation:
     """Reserve the GPUs of `layout` and look up the physical GPU of each bundle; raises as `reserved` does."""
     deadline = time.monotonic() + layout.placement.start_timeout_s
-    plan, nodes = _planned(layout, lambda cluster: make_plan(layout, cluster), deadline)
-    return Reservation(plan, _reserve(plan, plan.groups, nodes, deadline))
+    plan = _planned(layout, lambda cluster: make_plan(layout, cluster), deadline)
+    return Reservation(plan, _reserve(plan, plan.groups, deadline))
 
 
 def renewed(held: Reservation) -> Reservation:
@@ -151,32 +151,30 @@ def renewed(held: Reservation) -> Reservation:
     layout, before = held.plan.layout, held.plan.nodes
     deadline = time.monotonic() + layout.placement.start_timeout_s
     try:
-        plan, nodes = _planned(layout, lambda cluster: replanned(held.plan, cluster), deadline)
+        plan = _planned(layout, lambda cluster: replanned(held.plan, cluster), deadline)
         broken = [members for members in plan.groups if any(plan.nodes[i] != before[i] for i in members)]
         changed = {index for members in broken for index in members}
         for group in {seat.group for slot, seat in held.seats.items() if slot.node in changed}:
             remove_placement_group(group)
         kept = {slot: seat for slot, seat in held.seats.items() if slot.node not in changed}
-        return Reservation(plan, kept | _reserve(plan, broken, nodes, deadline))
+        return Reservation(plan, kept | _reserve(plan, broken, deadline))
     except BaseException:
         held.release()
         raise
 
 
-def _reserve(
-    plan: Plan, wanted: Iterable[tuple[int, ...]], nodes: Mapping[str, RayNode], deadline: float
-) -> dict[Slot, Seat]:
+def _reserve(plan: Plan, wanted: Iterable[tuple[int, ...]], deadline: float) -> dict[Slot, Seat]:
     """Reserve these groups of the plan's nodes."""
-    groups = {_group(plan, members, nodes): members for members in wanted}
+    groups = {_group(plan, members): members for members in wanted}
     indices = sorted(index for members in groups.values() for index in members)
-    addresses = ", ".join(nodes[plan.nodes[index].name].address for index in indices)
+    addresses = ", ".join(plan.nodes[index].address for index in indices)
     logger.info("reserving %d GPUs on %s", plan.layout.placement.gpus_per_node * len(indices), addresses)
     try:
         waiting = {group.ready(): members for group, members in groups.items()}
         _, pending = ray.wait(list(waiting), num_returns=len(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if pending:
             missing = [index for reference in pending for index in waiting[reference]]
-            raise PlacementError(_not_free(plan, sorted(missing), nodes))
+            raise PlacementError(_not_free(plan, sorted(missing)))
         return _seats(plan, list(groups), deadline)
     except BaseException:
         for group in groups:
@@ -184,13 +182,15 @@ def _reserve(
         raise
 
 
-def _planned(layout: Layout, plan_on: Callable[[Cluster], Plan], deadline: float) -> tuple[Plan, dict[str, RayNode]]:
+def _planned(layout: Layout, plan_on: Callable[[Cluster], Plan], deadline: float) -> Plan:
     """Make the plan as soon as the cluster has enough nodes, which may join until the deadline."""
     timeout_s, is_first = layout.placement.start_timeout_s, True
     while True:
         nodes = ray_nodes()
         try:
-            return plan_on(as_cluster(nodes)), {node.id: node for node in nodes}
+            plan = plan_on([with_numa(node) for node in nodes])
+            logger.info("placement: %s", plan_text(plan))
+            return plan
         except ConfigError as error:
             if time.monotonic() + _POLL_S > deadline:
                 raise PlacementError(
@@ -202,18 +202,18 @@ def _planned(layout: Layout, plan_on: Callable[[Cluster], Plan], deadline: float
             time.sleep(_POLL_S)
 
 
-def _group(plan: Plan, members: Sequence[int], nodes: Mapping[str, RayNode]) -> PlacementGroup:
+def _group(plan: Plan, members: Sequence[int]) -> PlacementGroup:
     """Request a bundle for each GPU that the plan takes of these nodes, pinned to the nodes."""
     per_node = plan.layout.placement.gpus_per_node
-    by_bundle = [nodes[plan.nodes[index].name] for index in members for _ in range(per_node)]
+    by_bundle = [plan.nodes[index] for index in members for _ in range(per_node)]
     return placement_group(
         [_bundle(node) for node in by_bundle],
         strategy="STRICT_PACK" if len(members) == 1 else "PACK",
-        bundle_label_selector=[{_NODE_LABEL: node.id} for node in by_bundle],
+        bundle_label_selector=[{_NODE_LABEL: node.name} for node in by_bundle],
     )
 
 
-def _bundle(node: RayNode) -> dict[str, float]:
+def _bundle(node: Node) -> dict[str, float]:
     """Resources of a bundle: a GPU and, where the node has enough cores, a core."""
     return {"GPU": 1.0, "CPU": 1.0} if node.num_cpus >= node.num_gpus else {"GPU": 1.0}
 
@@ -282,14 +282,14 @@ def _in_bundle(group: PlacementGroup, bundle: int, share: float) -> dict[str, An
     return {"num_gpus": share, "scheduling_strategy": strategy}
 
 
-def _not_free(plan: Plan, missing: Iterable[int], nodes: Mapping[str, RayNode]) -> str:
+def _not_free(plan: Plan, missing: Iterable[int]) -> str:
     """Error text with the request and the free resources of each missing node."""
-    placement, now = plan.layout.placement, {node.id: node for node in ray_nodes()}
+    placement, now = plan.layout.placement, {node.name: node for node in ray_nodes()}
     words = []
     for index in missing:
-        node = nodes[plan.nodes[index].name]
+        node = plan.nodes[index]
         wanted = " and ".join(f"{placement.gpus_per_node * amount:g} {kind}" for kind, amount in _bundle(node).items())
-        left = now.get(node.id)
+        left = now.get(node.name)
         found = "is gone" if left is None else f"has {left.free_gpus:g} GPU and {left.free_cpus:g} CPU free"
         words.append(f"{node.address} wanted {wanted}, {found}")
     return (

@@ -162,6 +162,8 @@ def together(portions: Sequence[Portion], *, num_engines: int) -> Portion:
         started_s=0.0,
         ended_s=worked_s / num_engines,
         running=summed(time for portion in portions for time in portion.running),
+        num_regenerated=sum(portion.num_regenerated for portion in portions),
+        num_engine_restarts=sum(portion.num_engine_restarts for portion in portions),
         num_preemptions=sum(portion.num_preemptions for portion in portions),
     )
 

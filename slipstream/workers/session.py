@@ -7,8 +7,8 @@ import logging
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,25 +144,11 @@ def require_here(*paths: Path | None) -> None:
             require(each.exists(), str(each), rule, f"nothing there on {platform.node()}", fix)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RayNode:
-    """A live node of Ray."""
-
-    id: str
-    address: str
-    num_cpus: float
-    num_gpus: int
-    free_cpus: float
-    free_gpus: float
-    object_store_bytes: int
-    labels: Mapping[str, str]
-
-
-def ray_nodes() -> list[RayNode]:
-    """Live nodes, sorted by address."""
+def ray_nodes() -> list[Node]:
+    """Live nodes, sorted by address; `with_numa` reads their NUMA labels."""
     free = available_resources_per_node()
     nodes = [_node(values, free.get(values["NodeID"], {})) for values in ray.nodes() if values["Alive"]]
-    return sorted(nodes, key=lambda node: (_numeric(node.address), node.id))
+    return sorted(nodes, key=lambda node: (_numeric(node.address), node.name))
 
 
 def accelerators() -> str:
@@ -170,37 +156,31 @@ def accelerators() -> str:
     return " ".join(sorted({node.labels[_TYPE_LABEL] for node in ray_nodes() if _TYPE_LABEL in node.labels}))
 
 
-def as_cluster(nodes: Sequence[RayNode]) -> list[Node]:
-    """Convert Ray's nodes to the planner's; a node's name is Ray's id, and its NUMA label must name each GPU."""
-    return [
-        Node(name=node.id, num_gpus=node.num_gpus, nvlink_domain=node.labels.get(NVLINK_LABEL), numa=_numa(node))
-        for node in nodes
-    ]
+def with_numa(node: Node) -> Node:
+    """Read the node's NUMA label, which must name each GPU."""
+    text = node.labels.get(NUMA_LABEL)
+    if text is None:
+        return node
+    parts = text.split("-")
+    rule = f"of node {node.address} must name the NUMA node of each of its {node.num_gpus} GPUs"
+    is_whole = len(parts) == node.num_gpus and all(part.isdigit() for part in parts)
+    require(is_whole, f"label {NUMA_LABEL}", rule, text, "as in 0-0-1-1")
+    return replace(node, numa=tuple(map(int, parts)))
 
 
-def _node(values: Mapping[str, Any], free: Mapping[str, float]) -> RayNode:
+def _node(values: Mapping[str, Any], free: Mapping[str, float]) -> Node:
     resources = values["Resources"]
-    return RayNode(
-        id=values["NodeID"],
+    return Node(
+        name=values["NodeID"],
+        num_gpus=int(resources.get("GPU", 0)),
+        nvlink_domain=values["Labels"].get(NVLINK_LABEL),
         address=values["NodeManagerAddress"],
         num_cpus=resources.get("CPU", 0.0),
-        num_gpus=int(resources.get("GPU", 0)),
         free_cpus=free.get("CPU", 0.0),
         free_gpus=free.get("GPU", 0.0),
         object_store_bytes=int(resources.get("object_store_memory", 0)),
         labels=dict(values["Labels"]),
     )
-
-
-def _numa(node: RayNode) -> tuple[int, ...]:
-    text = node.labels.get(NUMA_LABEL)
-    if text is None:
-        return ()
-    parts = text.split("-")
-    rule = f"of node {node.address} must name the NUMA node of each of its {node.num_gpus} GPUs"
-    is_whole = len(parts) == node.num_gpus and all(part.isdigit() for part in parts)
-    require(is_whole, f"label {NUMA_LABEL}", rule, text, "as in 0-0-1-1")
-    return tuple(map(int, parts))
 
 
 def _numeric(address: str) -> tuple[int, str]:

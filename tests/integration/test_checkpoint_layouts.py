@@ -19,7 +19,7 @@ from slipstream.learner.megatron import MegatronPolicy
 from slipstream.types import Dtype
 from tests.forked.ranks import free_ports, join, learner_of, on_ranks
 from tests.integration.test_megatron_parallel import SCRATCH
-from tests.unit.learner.policies import VOCAB, new_policy, save
+from tests.unit.learner.policies import new_policy, random_sequences, save
 
 pytestmark = pytest.mark.slow
 
@@ -60,13 +60,8 @@ CASES = {
 }
 
 
-def _sequences(seed: int) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return [rng.integers(0, VOCAB, rng.integers(6, 32)).tolist() for _ in range(9)]
-
-
 def _step(policy: MegatronPolicy, seed: int) -> float:
-    return policy.lm_step(_sequences(seed), [1] * 9)
+    return policy.lm_step(random_sequences(seed=seed), [1] * 9)
 
 
 def _through(rank: int, case: Case, ports: list[int], model: Path, directory: Path) -> list[dict[str, Any]]:

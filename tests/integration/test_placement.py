@@ -205,9 +205,9 @@ def _lost_node(cluster: Cluster) -> dict[str, Any]:
     before = _where(ranks)
     names = {node.name for node in held.plan.nodes}
     victim = next(node for node in cluster.worker_nodes if node.node_id in names)
-    spare = next(node.id for node in ray_nodes() if node.id not in names)
+    spare = next(node.name for node in ray_nodes() if node.name not in names)
     cluster.remove_node(victim, allow_graceful=False)
-    while victim.node_id in {node.id for node in ray_nodes()}:
+    while victim.node_id in {node.name for node in ray_nodes()}:
         time.sleep(0.1)
     now = placement.reserved(pair)
     assert now is not None

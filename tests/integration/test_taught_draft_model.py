@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from slipstream.drafts.compatibility import check_draft_model
+from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.methods import DraftMethod
-from slipstream.drafts.pretrain import Responses, num_parameters, response_update, scratch_model, train_draft
+from slipstream.drafts.pretrain import num_parameters, response_update, scratch_model, train_draft
 from slipstream.learner.config import LearnerConfig
 from slipstream.workers.learners import RemoteLearner, start_learner
 from tests.small import draft_with
@@ -24,7 +25,7 @@ CONFIG = draft_with(
     draft_model={"shape": SHAPE, "optimizer": {"warmup_steps": 2, "learning_rate": 1e-2}},
 )
 CHATS = tuple(tuple(4 + (start + 5 * step) % 50 for step in range(12)) for start in range(8))
-TRAIN = Responses(token_ids=CHATS, prompt_lengths=(3,) * len(CHATS))
+TRAIN = Chats(CHATS, (3,) * len(CHATS))
 
 
 class KilledError(RuntimeError):

@@ -24,7 +24,7 @@ from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint.boxes import Box, bands, patches
 from slipstream.learner.checkpoint.on_disk import DTYPES, CheckpointWriter, LearnerRanks, Part, Reader, open_checkpoint
 from slipstream.learner.lora import Adapters
-from slipstream.learner.optimizer import BatchedMuon, Stepped, stepped_parameters
+from slipstream.learner.optimizer import Stepped, stepped_parameters
 from slipstream.learner.weights import ParameterMapping, Shard, mappings
 
 WEIGHT, MAIN = "weight", "main"
@@ -81,8 +81,9 @@ def runs(held: HeldParameter, *, num_updates: int) -> Iterator[Run]:
     if unknown := sorted((state.keys() ^ set(kinds)) - {MAIN, "step"}):
         rule = f"the optimizer's state of {name} must be {sorted(stepped.moments)} to be saved"
         raise ValueError(f"{rule}, differs in {unknown}")
-    if num_updates:
-        _require_count(stepped, name, num_updates)
+    counts = stepped.counts() if num_updates else []
+    if any(count != num_updates for count in counts):  # Adam corrects moments by it: the next updates would differ
+        raise ValueError(f"the optimizer of {name} must have made the policy's {num_updates} updates, got {counts}")
     for kind in kinds:
         yield Run(kind, held, state[kind], stepped.start, stepped.is_sharded)
 
@@ -109,18 +110,6 @@ def owned(found: list[Run], shard: Shard, *, num_copies: int) -> Iterator[Run]:
             is_mine = owner == shard.data_rank
         if is_mine:
             yield run
-
-
-def _require_count(stepped: Stepped, name: str, num_updates: int) -> None:
-    """Refuse a count that differs: Adam corrects moments by it, so the next updates would differ."""
-    if isinstance(stepped.optimizer, BatchedMuon):
-        return
-    if stepped.counts_by_parameter:
-        counts = [float(stepped.optimizer.state[stepped.main]["step"])]
-    else:
-        counts = [float(group["step"]) for group in stepped.optimizer.param_groups if group["params"]]
-    if any(count != num_updates for count in counts):
-        raise ValueError(f"the optimizer of {name} must have made the policy's {num_updates} updates, got {counts}")
 
 
 class PolicyCheckpoints:

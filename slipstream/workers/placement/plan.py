@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from slipstream.config import require
@@ -21,16 +21,18 @@ _ENGINE_FIELD = "engine.tensor_parallel_size"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One host of a cluster; labels that are not set are None or empty."""
+    """One host of a cluster; labels that are not set are None or empty. A live host has the fields below `numa` too."""
 
-    name: str
+    name: str  # Ray's id of a live host
     num_gpus: int
     nvlink_domain: str | None = None  # nodes of one domain reach each other's GPUs over NVLink
-    numa: tuple[int, ...] = ()  # NUMA node of each GPU
-
-    def __post_init__(self) -> None:
-        known = len(self.numa)
-        require(known in (0, self.num_gpus), f"node {self.name}: numa", f"must name {self.num_gpus} GPUs", self.numa)
+    numa: tuple[int, ...] = ()  # NUMA node of each GPU, by `session.with_numa`
+    address: str = ""
+    num_cpus: float = 0.0
+    free_cpus: float = field(default=0.0, compare=False)
+    free_gpus: float = field(default=0.0, compare=False)
+    object_store_bytes: int = field(default=0, compare=False)
+    labels: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 Cluster = Sequence[Node]
@@ -196,7 +198,7 @@ def plan_text(plan: Plan) -> str:
     for index, node in enumerate(plan.nodes):
         numa = [f" (NUMA {number})" for number in node.numa] or [""] * per_node
         cells = [" ".join(held[Slot(index, gpu)]) + numa[gpu] for gpu in range(per_node)]
-        rows.append([node.name, node.nvlink_domain or "-", *cells])
+        rows.append([node.address or node.name, node.nvlink_domain or "-", *cells])
     return "\n".join([*head, "", table(rows)])
 
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,10 +231,16 @@ MAGPIE = {"conversations": [{"from": "human", "value": "1+1=?"}, {"from": "gpt",
         ({"prompt": "1+1=?", "solution": "2", "source_prompt": TURN, "reward_model": {"ground_truth": "2"}}, "2"),
         ({"id": 1, "problem": "1+1=?", "solution": "so 2", "answer": "2", "url": "u", "year": "2024"}, "2"),
         ({"ID": "2024-I-1", "Problem": "1+1=?", "Solution": "so 2", "Answer": 2}, "2"),
+        ({"question": "1+1=?", "answer": "1 and 1 make <<1+1=2>>2.\n#### 1,004"}, "1,004"),
+        ({"problem": "1+1=?", "solution": "Not \\boxed{1}, but $\\boxed{\\frac{1} 2}$."}, "\\frac{1} 2"),
+        ({"problem": "1+1=?", "solution": "No box, or \\boxed{one without an end"}, ""),
         ({"prompt": "1+1=?", "prompt_id": "a", **ULTRACHAT}, ""),
         ({"instruction": "1+1=?", "response": "2", **MAGPIE}, ""),
     ],
-    ids=["dapo", "dapo-wrapped", "open-r1", "aime-h4", "aime-maxwell-jia", "ultrachat", "magpie"],
+    ids=[
+        *("dapo", "dapo-wrapped", "open-r1", "aime-h4", "aime-maxwell-jia"),
+        *("gsm8k", "math", "math without an answer", "ultrachat", "magpie"),
+    ],
 )
 def test_every_schema_gives_the_bare_problem_and_its_answer_if_it_has_any(
     tmp_path: Path, row: Row, answer: str
@@ -244,11 +251,10 @@ def test_every_schema_gives_the_bare_problem_and_its_answer_if_it_has_any(
 
 
 def test_max_rows_bounds_the_rows_read_whose_order_follows_the_seed_alone(tmp_path: Path) -> None:
-    write(tmp_path / "train.jsonl", [dapo(f"{n}+1=?", str(n + 1)) for n in range(20)])
-    sets = load(train=(SourceConfig(path=str(tmp_path / "train.jsonl"), max_rows=5),))
-    assert (record(sets, "train").num_read, len(sets.train)) == (5, 5)
     rows = [dapo(f"{n}+1=?", str(n + 1)) for n in range(20)]
     forward, backward = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows[::-1])
+    sets = load(train=(replace(forward[0], max_rows=5),))
+    assert (record(sets, "train").num_read, len(sets.train)) == (5, 5)
     first = load(train=forward).train
     assert load(train=backward).train == first
     assert load(train=forward, seed=1).train != first

@@ -112,20 +112,6 @@ def test_an_answer_is_text_or_a_number_of_a_reward_model(answer: object, read: s
         assert read_item(DAPO, {"prompt": turns(("user", "1+1=?")), "reward_model": model}).answer is None
 
 
-@pytest.mark.parametrize(
-    ("row", "name", "answer"),
-    [
-        ({"question": "How many?", "answer": "2 and 2 make <<2+2=4>>4.\n#### 1,004"}, "GSM8K", "1,004"),
-        ({"problem": "Find x.", "solution": "Not \\boxed{1}, but $\\boxed{\\frac 1 2}$."}, "MATH", "\\frac 1 2"),
-        ({"problem": "Find x.", "solution": "No box, or \\boxed{one without an end"}, "MATH", None),
-    ],
-)
-def test_sets_of_worked_answers_give_the_final_one(row: dict[str, Any], name: str, answer: str | None) -> None:
-    schema = schema_of(SourceConfig(path="here"), list(row), field="data.train")
-    item = read_item(schema, row)
-    assert (schema.name, item.problem, item.answer) == (name, next(iter(row.values())), answer)
-
-
 @pytest.mark.parametrize("names", [("question", "answer"), ("problem", "solution"), ("problem", "answer")])
 @pytest.mark.parametrize(("text", "answer"), [("\\boxed{7} or #### 8 #### 9", "9"), ("\\boxed{7}", None)])
 def test_a_mark_is_looked_for_in_the_whole_answer_of_a_known_schema(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from slipstream.drafts.learner_draft import Chats, States
 from tests.small import draft_with
@@ -38,6 +38,12 @@ def policy_of(path: Path, *, num_layers: int) -> Path:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     write_model(path, "qwen3", **sizes, **heads, eos_token_id=3, initializer_range=0.3)
     return path
+
+
+def edit_tensors(draft: Path, **changed: torch.Tensor | None) -> None:
+    """Put these tensors in the place of a saved draft's own; None drops one."""
+    tensors = {**load_file(draft / "model.safetensors"), **changed}
+    save_file({name: each for name, each in tensors.items() if each is not None}, draft / "model.safetensors")
 
 
 def teach(trainer: Any, chats: Chats, num_steps: int, *, falls_to: float = 1.0) -> tuple[float, ...]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from slipstream.config import ConfigError
 from slipstream.drafts.compatibility import check_draft, check_draft_model
-from tests.unit.drafts.small import model
+from tests.unit.drafts.small import edit_tensors, model
 
 
 def _edit_config(draft: Path, **changes: object) -> None:
@@ -25,19 +25,12 @@ def _edit_config(draft: Path, **changes: object) -> None:
     path.write_text(json.dumps(config))
 
 
-def _edit_tensors(draft: Path, drop: str = "", **added: Any) -> None:
-    tensors = {**load_file(draft / "model.safetensors"), **added}
-    tensors.pop(drop, None)
-    save_file(tensors, draft / "model.safetensors")
-
-
 def _with_maps(draft: Path, ids: list[int], marked: list[int] | None = None) -> None:
     """Make it a draft of the policy's ids `ids`, of which `t2d` marks `marked`, or all."""
-    tensors = load_file(draft / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][: len(ids)].contiguous()
-    tensors["d2t"] = torch.tensor([target - index for index, target in enumerate(ids)])
-    tensors["t2d"] = torch.tensor([index in (ids if marked is None else marked) for index in range(16)])
-    save_file(tensors, draft / "model.safetensors")
+    head = load_file(draft / "model.safetensors")["lm_head.weight"][: len(ids)].contiguous()
+    d2t = torch.tensor([target - index for index, target in enumerate(ids)])
+    t2d = torch.tensor([index in (ids if marked is None else marked) for index in range(16)])
+    edit_tensors(draft, **{"lm_head.weight": head, "d2t": d2t, "t2d": t2d})
     _edit_config(draft, draft_vocab_size=len(ids))
 
 
@@ -45,7 +38,7 @@ def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, 
     check_draft(policy, draft, max_model_len=64)
     assert "embed_tokens.weight" not in load_file(draft / "model.safetensors")
     head: Any = load_file(policy / "model.safetensors")["lm_head.weight"]
-    _edit_tensors(draft, **{"lm_head.weight": head})
+    edit_tensors(draft, **{"lm_head.weight": head})
     with pytest.raises(ConfigError, match=r"draft lm_head.weight must differ from the policy's"):
         check_draft(policy, draft, max_model_len=64)
     _with_maps(draft, [2, 3, 9, 15])  # a draft of part of the vocabulary fits too
@@ -69,9 +62,9 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 7.0, "original_max_po
         (_edit_config, {LAYERS: [1, 1, 2]}, r"layer_ids must be different layers"),
         (_edit_config, {LAYERS: [0, 1, 5]}, r"must be different layers in \[0, 2\], got \[0, 1, 5\]"),
         (_edit_config, {LAYERS: [0, 1]}, r"fc.weight must be \[32, 2 aux layers x 32\]"),
-        (_edit_tensors, {"drop": "norm.weight"}, r"missing \['norm.weight'\]"),
-        (_edit_tensors, {"surprise": torch.zeros(1)}, r"extra \['surprise'\]"),
-        (_edit_tensors, {"d2t": torch.zeros(3, dtype=torch.long)}, r"draft d2t must be \[16\], got \(3,\)"),
+        (edit_tensors, {"norm.weight": None}, r"missing \['norm.weight'\]"),
+        (edit_tensors, {"surprise": torch.zeros(1)}, r"extra \['surprise'\]"),
+        (edit_tensors, {"d2t": torch.zeros(3, dtype=torch.long)}, r"draft d2t must be \[16\], got \(3,\)"),
         (_with_maps, {"ids": [2, 3, 9, 16]}, r"draft d2t must lead to policy ids in \[0, 16\), got \[16\]"),
         (_with_maps, {"ids": [2, 3, 3, 9]}, r"draft d2t must lead to different policy ids, got '1 repeated'"),
         (

@@ -19,7 +19,7 @@ from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.trainer import DraftTrainer
 from tests.integration import qwen3_moe
 from tests.small import draft_with
-from tests.unit.drafts.small import CONFIG, teach
+from tests.unit.drafts.small import CONFIG, edit_tensors, teach
 from tests.unit.learner import families
 
 Bring = Callable[[DraftConfig], Path]
@@ -53,10 +53,6 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _edit(path: Path, **values: Any) -> None:
     (path / "config.json").write_text(json.dumps({**_config(path), **values}))
-
-
-def _edit_tensors(path: Path, **changed: torch.Tensor) -> None:
-    save_file({**_tensors(path), **changed}, path / "model.safetensors")
 
 
 @pytest.fixture
@@ -128,8 +124,7 @@ def test_an_original_draft_keeps_its_weights_under_our_names(policy: Path, origi
     assert layer["rope_parameters"]["rope_theta"] == 20000.0
     assert layer["max_position_embeddings"] == 64  # the policy's: theirs would clamp it
     assert config["speculators_config"]["verifier"]["name_or_path"] == str(policy)
-    unmarked = {name: tensor for name, tensor in _tensors(original).items() if name != "t2d"}
-    save_file(unmarked, original / "model.safetensors")  # the policy's mark of tokens follows from the draft's map
+    edit_tensors(original, t2d=None)  # the policy's mark of tokens follows from the draft's map
     assert torch.equal(_tensors(bring(_given(original)))["t2d"], renamed["t2d"])
 
 
@@ -165,7 +160,7 @@ def test_a_brought_draft_keeps_its_norms_and_is_asked_for_no_other(
     if norm == "fc_norm":
         names = [f"fc_norm.{index}.weight" for index in range(3)]
         assert f"missing {names}" in refusal(bring, config=asked)
-        _edit_tensors(original, **{name: torch.ones(HIDDEN) for name in names})
+        edit_tensors(original, **{name: torch.ones(HIDDEN) for name in names})
     assert _config(bring(asked))[norm] is True
 
 
@@ -177,7 +172,7 @@ def test_a_brought_draft_is_trained_behind_the_norm_that_it_has_before_its_first
     assert "missing ['input_norm.weight']" in refusal(bring, config=config)
     losses = []
     for scale in (1.0, 3.0):
-        _edit_tensors(original, **{"input_norm.weight": torch.full((3 * HIDDEN,), scale)})
+        edit_tensors(original, **{"input_norm.weight": torch.full((3 * HIDDEN,), scale)})
         losses.append(DraftTrainer(policy, config, given=bring(config)).step(chats))
     assert losses[0] != losses[1]
 
@@ -201,9 +196,9 @@ def test_a_copy_of_the_policys_embeddings_is_left_out_and_others_are_refused(
     policy: Path, original: Path, bring: Bring, refusal: Callable[..., str]
 ) -> None:
     embeddings = _tensors(policy)["model.embed_tokens.weight"]
-    _edit_tensors(original, **{"embed_tokens.weight": embeddings})
+    edit_tensors(original, **{"embed_tokens.weight": embeddings})
     assert "embed_tokens.weight" not in _tensors(bring(_given(original)))
-    _edit_tensors(original, **{"embed_tokens.weight": embeddings + 1})
+    edit_tensors(original, **{"embed_tokens.weight": embeddings + 1})
     message = refusal(bring, config=_given(original))
     assert message == "draft.model embed_tokens.weight must be the policy's, or left out, got 'others'"
 

@@ -585,6 +585,14 @@ def test_the_autopilot_probes_and_switches(cost: Cost, expected: str, switched: 
     assert switches(steps) == switched
 
 
+def test_the_autopilot_probes_at_the_steps_that_the_docs_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # `_often`
+    probes = [step for step, letter in enumerate(pattern(flown(at((0, 1.0), off=2.0), 182)), start=1) if letter == "p"]
+    assert probes == [5, 5 + 16, 5 + 16 + 32, 5 + 16 + 32 + 64, 5 + 16 + 32 + 64 + 64]
+    left = pattern(flown(at((0, 2.0)), 63))
+    assert left == "SSSSpp" + "s" * 8 + "P" + "s" * 15 + "P" + "s" * 31 + "P"
+
+
 def test_a_decision_shows_the_median_of_the_last_steps_and_the_last_cost_of_the_other_way() -> None:
     """The first step, which pays for allocations, counts for nothing."""
 

@@ -106,6 +106,7 @@ def run(
             raise InterruptedError
 
     draft = Draft(version=0) if is_off else TrainedDraft(config, reference=reference, history=history)
+    sampling = SamplingConfig(temperature=0.8, max_response_tokens=10)
     learner = cast(Any, process)  # its rows are arrays in one block, not lists of them
     loop = SyncLoop(
         arm=Arm.SPECULATIVE,
@@ -113,8 +114,7 @@ def run(
         gate=rollouts,
         prompts=PromptStream(prompts=STREAM, batch_size=2, seed=0),
         score=score,
-        trainer=Trainer(learner=learner, config=grpo, temperature=0.8, max_response_tokens=10, draft=draft),
-        sampling=SamplingConfig(temperature=0.8, max_response_tokens=10),
+        trainer=Trainer(learner=learner, config=grpo, sampling=sampling, draft=draft),
         on_step=on_step,
     )
     with nullcontext() if killed_after is None else pytest.raises(InterruptedError):
@@ -314,8 +314,8 @@ def test_an_update_takes_no_more_tokens_than_it_is_given(cap: int | None, num_ra
         _num_steps = 0
 
         def step(self, chats: Chats, **_: Any) -> float:
-            taken.append(sum(map(len, chats.sequences)))
-            assert list(chats.prompt_lengths) == [tokens[0] for tokens in chats.sequences]
+            taken.append(sum(map(len, chats.token_ids)))
+            assert list(chats.prompt_lengths) == [tokens[0] for tokens in chats.token_ids]
             return float(len(taken))
 
     config = draft_with(ALWAYS, pretrain={"tokens_per_step": 12}, online={"tokens_per_update": cap, "updates": 3})

@@ -12,12 +12,13 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.drafts.config import DraftConfig
+from slipstream.drafts.learner_draft import Chats
 from slipstream.drafts.methods import DraftMethod
 from slipstream.drafts.pretrain import (
-    Responses,
     completed_losses,
     heldout_acceptance,
     link_draft_model,
+    require_windows,
     response_update,
     scratch_model,
     train_draft,
@@ -64,7 +65,7 @@ CONFIG = draft_with(
 SCRATCH = ScratchConfig(
     optimizer=OptimizerConfig(method=OptimizerMethod.MUON, learning_rate=0.1, warmup_steps=2), num_steps=5
 )
-TRAIN = Responses(token_ids=((1, 2, 3), (4, 5, 6), (7, 8, 9)), prompt_lengths=(1, 2, 1))
+TRAIN = Chats(((1, 2, 3), (4, 5, 6), (7, 8, 9)), (1, 2, 1))
 
 
 class Learner:
@@ -154,7 +155,8 @@ def test_held_out_acceptance_is_the_mean_ratio_and_of_a_window_the_product() -> 
 
 
 def test_held_out_responses_too_short_for_a_window_are_refused(refusal: Callable[..., str]) -> None:
-    ask = [logs(0.5, 0.5)]
-    assert refusal(heldout_acceptance, policy=ask, draft=ask, num_tokens=2) == (
+    short = Responses(token_ids=((1, 5, 6), (1, 2, 5, 6)), prompt_lengths=(1, 2))
+    require_windows(short, num_tokens=1)
+    assert refusal(require_windows, heldout=short, num_tokens=2) == (
         "draft.pretrain.ttt_steps must leave a held-out response of more than 2 tokens, got 2; lower it"
     )

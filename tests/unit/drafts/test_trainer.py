@@ -25,6 +25,7 @@ from slipstream.ragged import Ragged
 from slipstream.types import Dtype
 from tests.small import draft_with
 from tests.unit.drafts.small import CHATS, CONFIG, PROMPTS, teach
+from tests.unit.learner.policies import flip
 
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 
@@ -91,10 +92,7 @@ def test_a_resumed_draft_training_equals_an_uninterrupted_one_and_a_damaged_chec
     resumed.load_checkpoint(tmp_path / "step-3")
     assert [resumed.step(chats) for _ in range(3)] == losses[3:]
     assert all(torch.equal(tensor, resumed.state()[name]) for name, tensor in whole.state().items())
-    file = tmp_path / "step-3" / "draft.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(tmp_path / "step-3" / "draft.safetensors")
     with pytest.raises(CheckpointError, match=r"step-3 is damaged: draft\.safetensors differs from the digest"):
         resumed.load_checkpoint(tmp_path / "step-3")
 
@@ -108,7 +106,7 @@ def test_products_in_bfloat16_keep_weights_and_moments_in_float32_and_train_as_w
     assert losses[0] == pytest.approx(expected[0], rel=5e-2)
     assert losses[0] != expected[0]
     assert losses[-1] < 0.5 * losses[0]
-    assert {tensor.dtype for tensor in (*rounded._trained, *rounded._optimizer.moments().values())} == {torch.float32}
+    assert {tensor.dtype for tensor in rounded._optimizer.tensors().values()} == {torch.float32}
     with _Watched() as seen:
         rounded.evaluate(chats)
     assert seen.dtypes == {torch.float32}
@@ -155,7 +153,7 @@ def _stepped(method: OptimizerMethod, gradient: float) -> tuple[list[torch.nn.Pa
     rows = {"fc.weight": 2, "norm.weight": 1, "lm_head.weight": 2}
     named = [(name, torch.nn.Parameter(torch.eye(2)[:num].squeeze(0))) for name, num in rows.items()]
     optimizer = DraftOptimizer(named, OptimizerConfig(learning_rate=0.1, method=method))
-    assert optimizer.moments() == {}
+    assert list(optimizer.tensors()) == ["0.parameter", "1.parameter", "2.parameter"]
     for _, parameter in named:
         parameter.grad = torch.full_like(parameter, gradient)
     optimizer.step(learning_rate=0.1)
@@ -164,14 +162,14 @@ def _stepped(method: OptimizerMethod, gradient: float) -> tuple[list[torch.nn.Pa
 
 def test_muon_takes_the_matrices_but_the_output_head() -> None:
     _, optimizer = _stepped(OptimizerMethod.MUON, 1.0)
-    adamw = [f"{index}.{name}" for index in (1, 2) for name in ("exp_avg", "exp_avg_sq")]
-    assert list(optimizer.moments()) == ["0.momentum_buffer", *adamw]
+    adamw = [f"{index}.{name}" for index in (1, 2) for name in ("parameter", "exp_avg", "exp_avg_sq")]
+    assert list(optimizer.tensors()) == ["0.parameter", "0.momentum_buffer", *adamw]
     assert [each.param_groups[0]["lr"] for each in optimizer.steppers] == [0.1, 0.1]
 
 
 def test_adamw_takes_every_parameter_and_moves_it_by_the_learning_rate_at_first() -> None:
     (matrix, *_), optimizer = _stepped(OptimizerMethod.ADAMW, 3.0)
-    assert len(optimizer.moments()) == 6
+    assert len(optimizer.tensors()) == 9
     torch.testing.assert_close(matrix.detach(), torch.eye(2) - 0.1)
 
 

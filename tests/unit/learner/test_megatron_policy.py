@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -184,7 +185,7 @@ def test_pretraining_learns_a_pattern() -> None:
     documents = [(tuple((start + i) % VOCAB for i in range(20)), 4) for start in range(VOCAB)]
     optimizer = replace(SCRATCH.optimizer, learning_rate=1e-2, warmup_steps=5)
     config = replace(SCRATCH, num_steps=60, tokens_per_step=200, optimizer=optimizer)
-    losses = pretrain(policy.lm_step, documents, config)
+    losses = pretrain(policy.lm_step, itertools.cycle(documents), config)
     assert losses[0] == pytest.approx(np.log(VOCAB), abs=0.2)
     assert losses[-1] < 0.3
     assert (len(losses), policy.version) == (60, 0)

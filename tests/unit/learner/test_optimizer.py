@@ -33,7 +33,9 @@ def test_the_updates_are_those_of_torch(num_iterations: int) -> None:
     ours, theirs = _matrices(), _matrices()
     optimizers = (
         BatchedMuon(ours, lr=0.02, weight_decay=0.1, num_iterations=num_iterations),
-        torch.optim.Muon(theirs, lr=0.02, weight_decay=0.1, ns_steps=num_iterations, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            theirs, lr=0.02, weight_decay=0.1, momentum=0.9, ns_steps=num_iterations, adjust_lr_fn="match_rms_adamw"
+        ),
     )
     start = [matrix.detach().clone() for matrix in ours]
     for step in range(4):

@@ -17,7 +17,7 @@ from slipstream.config import ConfigError
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.drafts import length, methods
 from slipstream.drafts.learner_draft import Chats
-from slipstream.drafts.pretrain import Responses, scratch_model
+from slipstream.drafts.pretrain import scratch_model
 from slipstream.drafts.trainer import DraftTrainer
 from slipstream.engine.protocol import GenerationResult, RunningTime
 from slipstream.ragged import Ragged
@@ -58,9 +58,21 @@ class DraftLearner:
         return call
 
 
+class WordyEngine(NotedEngine):
+    """Answers each token of another engine's answers twice: a draft of three tokens fits in."""
+
+    def generate(self, prompts: Sequence[Prompt], **asked: Any) -> GenerationResult:
+        found = super().generate(prompts, **asked)
+        groups = []
+        for group in found.groups:
+            rollouts = (replace(one, token_ids=2 * one.token_ids) for one in group.rollouts)
+            groups.append(replace(group, rollouts=tuple(rollouts)))
+        return replace(found, groups=tuple(groups))
+
+
 def draft_training(recipe: Recipe, tools: Tools) -> object:
     """What engine and learner are asked for by the draft's training."""
-    engine, learner = NotedEngine(), DraftLearner()
+    engine, learner = WordyEngine(), DraftLearner()
     tools.patch.setattr(pretrain_draft, "start_engine", lambda policy, config, layout: nullcontext(engine))
     tools.patch.setattr(pretrain_draft, "start_learner", lambda config, layout: nullcontext(learner))
     directory = tools.directory / "draft_training"
@@ -127,7 +139,7 @@ def known_tokens(recipe: Recipe, tools: Tools) -> object:
     """Of a policy of 64 tokens those that the draft knows."""
     policy = SimpleNamespace(from_hf=lambda path: SimpleNamespace(vocab_size=64))
     tools.patch.setattr(pretrain_draft, "Architecture", policy)
-    answers = Responses(token_ids=((1, 7, 7, 9),), prompt_lengths=(1,))
+    answers = Chats([(1, 7, 7, 9)], [1])
     return pretrain_draft.known_tokens(recipe.draft, answers, tools.directory)
 
 

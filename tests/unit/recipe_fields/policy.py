@@ -1,5 +1,6 @@
 """Probes of the policy, and of how it is pretrained."""
 
+import itertools
 import typing
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -116,7 +117,7 @@ def pretraining_steps(recipe: Recipe, _: Tools) -> object:
         return 0.0
 
     assert recipe.policy.scratch is not None
-    pretrain(typing.cast(Any, lm_step), [((1, 2, 3, 4), 0)], recipe.policy.scratch)
+    pretrain(typing.cast(Any, lm_step), itertools.repeat(((1, 2, 3, 4), 0)), recipe.policy.scratch)
     return calls
 
 

@@ -129,7 +129,8 @@ def test_a_verdict_follows_the_last_executions_and_the_smallest_change_that_coun
         ({}, True),
         ({"status": "FAILED"}, True),  # by an alert, after its results were written
         ({"name": "now"}, False),
-        *(({"metrics": metrics}, False) for metrics in ({}, {"result/lossless": 0.0})),
+        *(({"metrics": metrics}, False) for metrics in ({}, {"result/lossless": 0.0, "result/hours": 1.0})),
+        ({"metrics": {"result/hours": 1.0}}, True),  # the autoregressive arm alone, which has no certificate
         ({"tags": {**TAGS, "workload": "rl_think"}}, False),
         ({"tags": {**TAGS, "hardware": "4 x NVIDIA GB200"}}, False),
         ({"tags": {**TAGS, "dtype": "bfloat16"}}, False),

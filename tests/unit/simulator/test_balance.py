@@ -142,6 +142,16 @@ def test_a_split_takes_generation_on_its_gpus_as_measured_and_a_learner_on_half_
     assert row.step_s == pytest.approx(learner_s + rest_s + row.exposed_s)
 
 
+def test_a_learner_may_train_on_fewer_gpus_than_an_engine_needs() -> None:
+    layout = replace(LAYOUT, num_gpus=12, gpus_per_engine=8, generation_gpus=8)
+    rows = balance(replace(demo_run(), layout=layout), mode=LoopMode.ONE_STEP_OFF).rows
+    assert {(row.generation, row.training) for row in rows} == {(8, 4)}
+    times = [step.times for step in demo_run().arms[0].timed_steps]
+    busy_s = fmean(each.data_s + each.logprob_s + each.train_s for each in times)
+    generation_s = fmean(each.generation_s for each in times)
+    assert rows[0].step_s == pytest.approx(max(generation_s, busy_s) + fmean(each.prepare_s for each in times))
+
+
 def test_what_cannot_be_split_is_refused() -> None:
     with pytest.raises(ConfigError, match="must leave a GPU for training beside an engine of 2"):
         balance(replace(demo_run(), layout=replace(LAYOUT, num_gpus=2)))

@@ -84,6 +84,16 @@ def test_a_point_of_the_sweep_is_put_on_equal_responses_by_its_longest(cells: li
     assert (arm.clock, baseline.clock, cell.clock) == ("", "", baseline.label)
 
 
+def test_the_sweep_runs_the_engines_of_the_arm_and_a_group_stays_on_one(cells: list[Cell]) -> None:
+    """Eight engines that generate and eight prompts a step of eight rollouts each; a sweep of 16 has two groups."""
+    assert LAYOUT is not None
+    base = demo_arms()[0]
+    arm = replace(base, steps=tuple(replace(step, rewards_by_prompt=(0.0,) * 8) for step in base.steps))
+    calibrate_run([arm], DEMO_TUNING, run_setting(replace(LAYOUT, num_gpus=12, generation_gpus=8)))
+    shapes = [cell.group.shape for cell in cells]
+    assert {(each.num_rollouts, each.num_engines, each.per_engine) for each in shapes} == {(16, 2, 8), (64, 8, 8)}
+
+
 def test_a_baseline_whose_rounds_differ_counts_for_less(cells: list[Cell]) -> None:
     """Three rounds from 1 to 2 s: ln 2 / 2.563 x 1.2533 / sqrt(3) = 0.196."""
     points = tuple(

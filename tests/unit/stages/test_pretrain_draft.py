@@ -145,7 +145,7 @@ def test_a_given_draft_with_steps_is_what_the_learner_starts_from(
     replace_in(monkeypatch, stage, start_engine=lambda policy, config, layout: nullcontext(NotedEngine()))
     replace_in(monkeypatch, stage, start_learner=lambda config, layout: nullcontext(learner))
     directory.mkdir()
-    record = train_on(_with(recipe, given), policy, directory)
+    record = train_on(_with(recipe, given, ttt_steps=1), policy, directory)
     (start,) = [arguments for name, arguments in learner.calls if name == "start_draft"]
     assert start == [policy, directory / "given", None]
     assert (directory / "given" / "model.safetensors").read_bytes() == (given / "model.safetensors").read_bytes()
@@ -161,6 +161,14 @@ def test_a_given_draft_that_does_not_fit_is_refused_before_an_engine_starts(
     (given / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match=r"draft max_position_embeddings must be >= engine\.max_model_len"):
         train_on(_with(recipe, given), policy, tmp_path)
+
+
+def test_answers_that_are_too_short_to_draft_for_are_refused_before_a_learner_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untracked: list[Any]
+) -> None:
+    replace_in(monkeypatch, stage, start_engine=lambda policy, config, layout: nullcontext(NotedEngine()))
+    with pytest.raises(ConfigError, match=r"ttt_steps must leave a held-out response of more than 2 tokens, got 2"):
+        train_on(recipe_with({"draft.pretrain.ttt_steps": 2}), tmp_path, tmp_path)
 
 
 def test_the_content_of_a_given_draft_is_part_of_the_key(models: tuple[Recipe, Path, Path]) -> None:

@@ -8,17 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.recipe import Recipe, load_recipe
+from slipstream.recipe import Recipe, load_recipe, parameters
 from slipstream.records.files import write_record
 from slipstream.records.run import DriftFinding, DriftRecord, RunRecord
+from slipstream.report.drift import setting_tags
 from slipstream.report.page import write_report
+from slipstream.report.results import result_metrics
+from slipstream.stages import report_speedup as stage
 from slipstream.stages.fail_run import fail_run
 from slipstream.stages.report_speedup import DriftError, _link_latest, drift_of, require_no_drift
 from slipstream.stages.runs import end_reported_execution
 from slipstream.stages.start_run import start_run
-from slipstream.tracking.config import DriftConfig, TrackingConfig, store_uri
-from slipstream.tracking.mlflow_store import read_executions
-from tests.small import UNTRACKED, run_context
+from slipstream.tracking.config import DriftConfig, TrackingConfig, fitted, store_uri
+from slipstream.tracking.mlflow_store import Execution, read_executions
+from tests.small import UNTRACKED, replace_in, run_context
 from tests.unit.report.handmade import RECORD, STAND_INS, beside
 
 
@@ -111,6 +114,18 @@ def test_an_execution_is_judged_by_the_five_before_it(stored_root: Path, monkeyp
     drift = execute(stored_root, "tiny-6", TWICE)
     assert drift.executions == ("tiny-5", "tiny-4", "tiny-3", "tiny-2", "tiny-1")
     assert drift.outside == ()  # the spread has it
+
+
+def test_a_parameter_that_is_cut_in_mlflow_leaves_executions_comparable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("tiny", overrides={"data": {"instruction": "Be brief. " * 700 + "{problem}"}})
+    context, tags = run_context(tmp_path), {"workload": TWICE.workload, **setting_tags(TWICE)}
+    params = fitted("param", {**parameters(recipe), "arms": context.arms})
+    assert len(params["data.instruction"]) == 6000
+    before = Execution(name="before", metrics=result_metrics(TWICE, hours=0, gpu_hours=0), params=params, tags=tags)
+    replace_in(monkeypatch, stage, read_executions=lambda uri, experiment: [before])
+    assert drift_of(context, recipe, TWICE).executions == ("before",)
 
 
 def failing(recipe: Recipe) -> Recipe:

@@ -92,10 +92,9 @@ class Trained:
     validated: list[Any] = field(default_factory=list)
     fails: Arm | None = None
 
-    def __call__(self, recipe: Recipe, plan: ArmPlan, *, turn: Turn | None, **_: Any) -> ArmRecord:
+    def __call__(self, recipe: Recipe, plan: ArmPlan, *, turn: Turn, **_: Any) -> ArmRecord:
         for step in range(3):
-            if turn is not None:
-                turn.begin(step)
+            turn.begin(step)
             if plan.arm is self.fails and step == 1:
                 raise ValueError("no memory")
             self.steps.append(f"{plan.arm[0]}{step}")

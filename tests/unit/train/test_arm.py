@@ -33,7 +33,7 @@ from slipstream.train.arm import ArmPlan, Run, score
 from slipstream.train.batch import Submitted
 from slipstream.train.loop import engine_seed
 from slipstream.train.metrics import StageClock, Stopwatch
-from slipstream.train.turns import in_turn
+from slipstream.train.turns import ALONE, in_turn
 from slipstream.types import Arm, FinishReason, Prompt, RolloutGroup
 from slipstream.workers.calls import LostWorkerError, Worker
 from tests.unit.train.world import (
@@ -151,7 +151,7 @@ def run_of(
     plan_arm: Arm = Arm.SPECULATIVE,
     k: int = 0,
     schedule: tuple[ScheduleEntry, ...] = (),
-    turn: Any = None,
+    turn: Any = ALONE,
 ) -> Run:
     """A run of one arm that would be evaluated on two problems."""
     fakes: Any = engines
@@ -230,8 +230,13 @@ def test_engines_in_flight_are_told_so_with_what_becomes_of_their_caches(attempt
 
 
 @pytest.mark.parametrize(("loop", "num_ahead"), [({}, 0), (ONE_STEP_OFF, 2)], ids=["synchronous", "one off"])
-def test_an_attempt_goes_on_after_what_was_done(attempted: Attempt, loop: dict[str, Any], num_ahead: int) -> None:
-    """After four of six steps a loop with a lag of 2 has generated both others."""
+def test_an_attempt_goes_on_after_what_was_done(
+    attempted: Attempt, monkeypatch: pytest.MonkeyPatch, loop: dict[str, Any], num_ahead: int
+) -> None:
+    """After four of six steps a loop with a lag of 2 has generated both others; it goes on in the middle of a turn."""
+    restarts: list[Stopwatch] = []
+    monkeypatch.setattr(Stopwatch, "restart", lambda watch: restarts.append(watch))
+    turn = SimpleNamespace(begin=lambda step: None, begins_with=lambda step: False, num_steps=8)
 
     class Interrupted(Engines):
         def train_step(self, update: Update) -> Trained:
@@ -243,7 +248,8 @@ def test_an_attempt_goes_on_after_what_was_done(attempted: Attempt, loop: dict[s
     records = attempted("whole", whole, loop)
     with pytest.raises(InterruptedError):
         attempted("cut", Interrupted(lag=2), loop)
-    found = attempted("cut", resumed, loop)
+    found = attempted("cut", resumed, loop, turn=turn)
+    assert len(restarts) == (1 if loop else 0)  # another arm's turn before it is no part of its first step
     assert timeless(found) == timeless(records)
     assert resumed.generated == whole.generated[4 + num_ahead :]
     assert resumed.updates == whole.updates[4:]

@@ -124,14 +124,14 @@ def run(
         )
 
     fakes: dict[str, Any] = {"engine": ends, "gate": ends, "score": score, "on_step": records.append}
-    how = {"arm": Arm.AUTOREGRESSIVE, "prompts": STREAM, "sampling": SAMPLING, **how}
+    how = {"arm": Arm.AUTOREGRESSIVE, "prompts": STREAM, **how}
     draft = Draft(version=ends.draft_version)
     SyncLoop(trainer=trainer(ends, config, draft=draft), **fakes, **how).run(start_step=0)
     return records
 
 
 def trainer(learner: Ends, config: GrpoConfig, **others: Any) -> Trainer:
-    return Trainer(learner=learner, config=config, temperature=0.5, max_response_tokens=4, **others)
+    return Trainer(learner=learner, config=config, sampling=SAMPLING, **others)
 
 
 def test_every_call_of_a_step_gets_what_it_must() -> None:

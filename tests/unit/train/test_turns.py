@@ -35,16 +35,20 @@ def test_steps_and_their_order_alternate(members: dict[str, tuple[int, int]], nu
     assert taken == order.split()
 
 
-def test_no_step_begins_before_all_are_ready() -> None:
+@pytest.mark.parametrize(
+    ("first", "num_steps", "order"), [(0, 1, "early0 late0 early1"), (5, 8, "early5 early6 late5")]
+)
+def test_no_step_begins_before_all_are_ready(first: int, num_steps: int, order: str) -> None:
+    """Nor one in the middle of a turn, from which both resume."""
     taken: list[str] = []
 
     def late(turn: Turn) -> None:
         time.sleep(0.2)
         taken.append("ready")
-        steps(1, taken, "late")(turn)
+        steps(first + 1, taken, "late", first=first)(turn)
 
-    in_turn({"early": steps(2, taken, "early"), "late": late})
-    assert taken == ["ready", "early0", "late0", "early1"]
+    in_turn({"early": steps(first + 2, taken, "early", first=first), "late": late}, num_steps=num_steps)
+    assert taken == ["ready", *order.split()]
 
 
 def test_the_others_go_on_without_one_that_failed_in_its_turn_or_before_it() -> None:

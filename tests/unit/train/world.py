@@ -228,7 +228,6 @@ def synchronous(world: World) -> list[StepRecord]:
         prompts=STREAM,
         score=world.score,
         trainer=_trainer(world, CONFIG),
-        sampling=SAMPLING,
         on_step=records.append,
     ).run(start_step=0)
     return records
@@ -272,7 +271,6 @@ def _asynchronous(
         prompts=STREAM,
         score=world.score,
         trainer=_trainer(world, config, draft=world.draft, max_lag=loop.max_off_policy_steps),
-        sampling=SAMPLING,
         loop=loop,
         on_step=step_done,
         threads=threads or ThreadGroup(),
@@ -372,5 +370,4 @@ def timeless(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _trainer(world: Any, config: GrpoConfig, **others: Any) -> Trainer:
-    limit = SAMPLING.max_response_tokens
-    return Trainer(learner=world, config=config, temperature=SAMPLING.temperature, max_response_tokens=limit, **others)
+    return Trainer(learner=world, config=config, sampling=SAMPLING, **others)

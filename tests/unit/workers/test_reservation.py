@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.engine.config import EngineConfig
-from slipstream.learner.config import LearnerConfig
+from slipstream.learner.config import LearnerConfig, ParallelConfig
 from slipstream.workers import engines, learner_process, reservation
 from slipstream.workers.engines import EngineProcess
 from slipstream.workers.learner_process import LearnerProcess
-from slipstream.workers.placement.config import Layout
+from slipstream.workers.placement.config import Layout, PlacementConfig
+from slipstream.workers.placement.plan import Node
 from slipstream.workers.reservation import PlacementError, engine_share, learner_share, require_gpu, reserved
 from tests.small import replace_in
 
@@ -29,6 +30,19 @@ def test_all_that_may_live_on_a_gpu_fits_its_bundle(num_engine_sets: int, num_le
 def test_shares_are_those_of_rays_bookkeeping_and_a_layout_without_gpus_reserves_nothing() -> None:
     assert engine_share(Layout(num_engine_sets=7)) == pytest.approx(0.0857)  # 0.6 / 7, rounded down
     assert reserved(Layout()) is None
+
+
+def test_a_plan_on_live_nodes_is_logged_with_their_addresses_and_numa_labels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = Node(name="4f1c", address="10.0.0.7", num_gpus=2, labels={"slipstream.io/numa": "0-1"})
+    monkeypatch.setattr(reservation, "ray_nodes", lambda: [node])
+    monkeypatch.setattr(reservation, "_reserve", lambda *_: {})
+    layout = Layout(num_engines=2, parallel=ParallelConfig(data=2), placement=PlacementConfig(gpus_per_node=2))
+    caplog.set_level("INFO", logger="slipstream")
+    reservation.reserve(layout)
+    assert caplog.messages[0].startswith("placement: 1 x 2 GPUs, colocated\n")
+    assert caplog.messages[0].endswith("\n10.0.0.7  -              L0 E0 (NUMA 0)  L1 E1 (NUMA 1)")
 
 
 @pytest.fixture

@@ -159,25 +159,17 @@ ONE_TWO = requests_of(1, 2)
 ENTRIES = [(index, group(request.prompt, 1, 1)) for index, request in enumerate(ONE_TWO)]
 
 
-def test_the_time_is_that_of_the_engine_that_took_longest_from_its_first_call_to_its_last() -> None:
-    """The pause between two calls of a lone engine is its own: nobody waits for anybody."""
+def test_the_time_is_that_of_the_engine_that_took_longest_and_counts_are_those_of_all_calls() -> None:
+    """From its first call to its last; the pause between two calls of a lone engine is its own."""
     steps = RunningTime(num_running=2, num_steps=5, num_tokens=20, elapsed_s=0.5)
-    first = portion(ENTRIES[0], span=(7.0, 8.0), running=(steps,), num_preemptions=2)
-    second = portion(ENTRIES[1], span=(9.0, 10.0), running=(steps,), num_preemptions=3)
+    drafts = [{"acceptance": accepted(num_drafts, num, 0)} for num_drafts, num in ((4, 1), (6, 4))]
+    first = portion(ENTRIES[0], span=(7.0, 8.0), running=(steps,), num_preemptions=2, **drafts[0])
+    second = portion(ENTRIES[1], span=(9.0, 10.0), running=(steps,), num_preemptions=3, **drafts[1])
     result = joined(ONE_TWO, [[first, second]])
     assert (result.generation_s, result.engine_idle_fraction) == (3.0, 0.0)
     assert result.running == (RunningTime(num_running=2, num_steps=10, num_tokens=40, elapsed_s=1.0),)
-    assert result.num_preemptions == together([first, second], num_engines=1).num_preemptions == 5
-
-
-def test_acceptance_is_that_of_all_calls_together() -> None:
-    first, second = (
-        portion(entry, acceptance=accepted(num_drafts, num_accepted, 0))
-        for entry, num_drafts, num_accepted in zip(ENTRIES, (4, 6), (1, 4), strict=True)
-    )
-    acceptance = joined(ONE_TWO, [[first], [second]]).acceptance
-    assert acceptance is not None
-    assert (acceptance.num_drafts, acceptance.num_accepted_tokens, acceptance.mean_acceptance_length) == (10, 5, 1.5)
+    assert (result.num_preemptions, result.acceptance) == (5, accepted(10, 5, 0))
+    assert joined(ONE_TWO, [[first], [second]]).acceptance == accepted(10, 5, 0)
 
 
 def test_engines_that_share_no_clock_did_together_what_each_did_in_their_mean_time() -> None:

@@ -91,17 +91,27 @@ def test_files_that_this_host_lacks_are_refused(
         )
 
 
-def _node(labels: dict[str, str]) -> session.RayNode:
-    sizes = {"num_cpus": 8, "num_gpus": 2, "free_cpus": 8, "free_gpus": 2, "object_store_bytes": 1}
-    return session.RayNode(id="n", address="10.0.0.1", labels=labels, **sizes)
+def test_rays_nodes_have_their_labels_nvlink_domain_and_the_numa_node_of_each_gpu(
+    refusal: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ray_node(address: str, **labels: str) -> dict[str, Any]:
+        resources = {"CPU": 8.0, "GPU": 2.0, "object_store_memory": 1.0}
+        own = {"NodeManagerAddress": address, "NodeID": f"n{address[-1]}", "Resources": resources, "Labels": labels}
+        return {**own, "Alive": address != "10.0.0.3"}
 
-
-def test_labels_say_the_nvlink_domain_and_the_numa_node_of_each_gpu(refusal: Callable[..., str]) -> None:
     labels = {session.NVLINK_LABEL: "rack7", session.NUMA_LABEL: "0-1", "ray.io/node-id": "n"}
-    assert session.as_cluster([_node(labels)]) == [Node(name="n", num_gpus=2, nvlink_domain="rack7", numa=(0, 1))]
-    assert session.as_cluster([_node({})]) == [Node(name="n", num_gpus=2)]
+    nodes = [ray_node("10.0.0.11"), ray_node("10.0.0.9", **labels), ray_node("10.0.0.3")]
+    monkeypatch.setattr(session, "ray", SimpleNamespace(nodes=lambda: nodes))
+    monkeypatch.setattr(session, "available_resources_per_node", lambda: {"n9": {"CPU": 3.0, "GPU": 1.0}})
+    here, other = map(session.with_numa, session.ray_nodes())
+    sizes: dict[str, Any] = {"num_gpus": 2, "num_cpus": 8.0}
+    assert here == Node(name="n9", address="10.0.0.9", nvlink_domain="rack7", numa=(0, 1), **sizes)
+    assert other == Node(name="n1", address="10.0.0.11", **sizes)
+    assert (here.free_cpus, here.free_gpus, here.object_store_bytes, here.labels) == (3.0, 1.0, 1, labels)
+    assert (other.free_cpus, other.free_gpus, other.labels) == (0.0, 0.0, {})
     for text in ("0", "0-x", "0-1-1"):
-        assert refusal(session.as_cluster, nodes=[_node({session.NUMA_LABEL: text})]) == (
+        node = Node(name="n", num_gpus=2, address="10.0.0.1", labels={session.NUMA_LABEL: text})
+        assert refusal(session.with_numa, node=node) == (
             f"label slipstream.io/numa of node 10.0.0.1 must name the NUMA node of each of its 2 GPUs, got {text!r}; "
             "as in 0-0-1-1"
         )
