@@ -221,10 +221,11 @@ def _data(options: argparse.Namespace) -> int:
 
 
 def _score(options: argparse.Namespace) -> int:
-    from slipstream.rewards.function import open_reward
+    from slipstream.rewards.function import RewardError, open_reward
 
     config = load_recipe(options.recipe, overrides=parse_overrides(options.set)).reward
-    rows = _responses(Path(options.responses))
+    found = _responses(Path(options.responses))
+    rows = list(found.values())
     prompts = [
         Prompt(
             id=f"line {number}",
@@ -234,11 +235,14 @@ def _score(options: argparse.Namespace) -> int:
             data_source=str(row.get("data_source") or ""),
             extra=row.get("extra_info") or {},
         )
-        for number, row in enumerate(rows, 1)
+        for number, row in found.items()
     ]
     cut_off = [prompt.extra.get("finish_reason") == FinishReason.LENGTH for prompt in prompts]
     with open_reward(config) as reward:
-        result = reward.judge(prompts, [row["response"] for row in rows], cut_off=cut_off)
+        try:
+            result = reward.judge(prompts, [row["response"] for row in rows], cut_off=cut_off)
+        except RewardError as error:
+            raise ConfigError(str(error)) from error
     if options.json:
         for row, score in zip(rows, result.rewards, strict=True):
             print(json.dumps({**row, "score": score}))
@@ -255,20 +259,25 @@ def _score(options: argparse.Namespace) -> int:
     return 0
 
 
-def _responses(path: Path) -> list[dict[str, Any]]:
+def _responses(path: Path) -> dict[int, dict[str, Any]]:
+    """Read the responses by the number of their line."""
     require(path.is_file(), "--responses", "must name a file", str(path))
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(filter(str.strip, path.read_text().splitlines()), 1):
+    rows: dict[int, dict[str, Any]] = {}
+    # By line feeds alone: `splitlines` also splits at U+2028 and others, which may stand inside a JSON string.
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        shown = line[:200].decode(errors="replace")
         try:
             row = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"--responses must hold JSON lines, got line {number} of {path}: {error}") from error
         is_whole = isinstance(row, dict) and isinstance(row.get("response"), str) and "reference" in row
         rule = f"must have the text `response` and a `reference` in line {number}"
-        require(is_whole, "--responses", rule, line[:200])
+        require(is_whole, "--responses", rule, shown)
         is_mapping = isinstance(row.get("extra_info"), dict | None)
-        require(is_mapping, "--responses", f"must have a mapping as `extra_info` in line {number}", line[:200])
-        rows.append(row)
+        require(is_mapping, "--responses", f"must have a mapping as `extra_info` in line {number}", shown)
+        rows[number] = row
     require(bool(rows), "--responses", "must hold at least one response", str(path))
     return rows
 

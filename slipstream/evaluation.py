@@ -12,13 +12,14 @@ from typing import Annotated
 import numpy as np
 
 from slipstream.config import Checked, Defaults, PositiveInt, require
+from slipstream.data.config import REASONING_GYM
 from slipstream.engine.config import SamplingConfig
 from slipstream.engine.protocol import Engines
 from slipstream.records.steps import EvaluationRecord
-from slipstream.rewards.answers import extract_answer
+from slipstream.rewards.answers import extract_answer, tagged_answer
 from slipstream.rewards.reward import Reward
 from slipstream.rewards.values import compare
-from slipstream.statistics import wilson_ci95
+from slipstream.statistics import reward_ci95
 from slipstream.types import FinishReason, Prompt
 
 
@@ -82,7 +83,10 @@ def evaluate(
     texts = [decode(prompt.token_ids, rollout.token_ids) for prompt, rollout in samples]
     truncated = [rollout.finish_reason is FinishReason.LENGTH for _, rollout in samples]
     scored = reward.judge([prompt for prompt, _ in samples], texts, cut_off=truncated)
-    answers = [extract_answer(text, is_cut_off=cut) for text, cut in zip(texts, truncated, strict=True)]
+    answers = [
+        (tagged_answer if prompt.data_source.startswith(REASONING_GYM) else extract_answer)(text, is_cut_off=cut)
+        for (prompt, _), text, cut in zip(samples, texts, truncated, strict=True)
+    ]
     problems = [slice(start, start + k) for start in range(0, len(samples), k)]
     rewards_Nk = [scored.rewards[own] for own in problems]
     rates = [float(np.mean(rewards)) for rewards in rewards_Nk]
@@ -92,11 +96,11 @@ def evaluate(
         k=k,
         avg_at_k=float(np.mean(rates)),
         maj_at_k=maj_at_k([answers[own] for own in problems], rewards_Nk),
-        ci95=wilson_ci95(rates),
+        ci95=reward_ci95(rates),
         truncated_fraction=float(np.mean(truncated)),
         num_timeouts=scored.num_timeouts,
         prompt_hash=prompt_hash(prompts),
-        correct_by_problem=tuple(int(sum(rewards)) for rewards in rewards_Nk),
+        correct_by_problem=tuple(map(sum, rewards_Nk)),
     )
 
 

@@ -32,7 +32,7 @@ from slipstream.learner.config import SCRATCH, LearnerConfig, PolicyConfig
 from slipstream.losslessness.config import LosslessnessConfig
 from slipstream.records.files import write_atomic
 from slipstream.refit.config import Channel, RefitConfig
-from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.config import BUILT_IN, RewardConfig
 from slipstream.tracking.config import TrackingConfig, check_experiment, is_sqlite, sqlite_path, sqlite_uri
 from slipstream.types import LoopMode, Quantization, Workload
 from slipstream.workers.placement.config import Layout, PlacementConfig, PlacementMode
@@ -363,7 +363,8 @@ def resolve_recipe(
     """Read `configs/<name>.yaml`, or the file `name`, lay the workload's section and `overrides` over it, check all.
 
     A recipe file may start from another one (`base: tiny`) and say only what it changes, and may hold
-    `workloads: {rl_think: {...}}`: overrides that belong to one workload. Relative paths of
+    `workloads: {rl_think: {...}}`: overrides that belong to one workload. What a file gives lies over all of its base,
+    the base's sections of workloads among it. Relative paths of
     data, models and databases become absolute: those of the file against its directory, those of `overrides` against
     the working directory.
 
@@ -422,7 +423,17 @@ def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     file = recipe_path(str(path.parent / base) if base.endswith((".yaml", ".yml")) else base)
     above = (*above, path.resolve())
     require(file.resolve() not in above, _BASE, "must not lead back to the recipe itself", base)
-    return merge(_read_recipe(file, above), own)
+    below = _read_recipe(file, above)
+    return merge({**below, _WORKLOADS: _without(below[_WORKLOADS], dict.fromkeys(below[_WORKLOADS], values))}, own)
+
+
+def _without(section: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a base changes for a workload, but for what the recipe upon it gives: that holds for every workload."""
+    return {
+        key: _without(value, given[key]) if key in given else value
+        for key, value in section.items()
+        if key not in given or (isinstance(value, Mapping) and isinstance(given[key], Mapping))
+    }
 
 
 def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
@@ -433,7 +444,8 @@ def absolute_paths(values: Mapping[str, Any], base: Path) -> dict[str, Any]:
             return {key: absolute(each, f"{name}.{key}" if name else key) for key, each in value.items()}
         if isinstance(value, list | tuple):
             return [absolute(each, name) for each in value]
-        return _absolute_path(value, base) if name in _PATHS else value
+        is_built_in = name.startswith("reward.") and value in BUILT_IN  # whatever lies beside the recipe
+        return _absolute_path(value, base) if name in _PATHS and not is_built_in else value
 
     return absolute(values, "")
 

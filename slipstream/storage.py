@@ -68,8 +68,8 @@ def partial_directory(path: Path) -> Path:
 def put_in_place(path: Path) -> None:
     """Replace `path` by the directory of `begin_directory`."""
     old = _beside(path, _OLD)
-    remove(old)
-    if path.is_symlink() or path.exists():
+    if path.is_symlink() or path.exists():  # otherwise the process died in an earlier call, and `old` is all there is
+        remove(old)
         path.rename(old)
     partial_directory(path).rename(path)
     remove(old)

@@ -22,6 +22,7 @@ from slipstream.data.chat import chat, chat_text, opening_of, token_ids_of
 from slipstream.data.config import SYNTHETIC, DataConfig, SourceConfig
 from slipstream.data.reasoning_tasks import task_rows
 from slipstream.data.schemas import (
+    FOR_REWARDS,
     REASONING_GYM_ROWS,
     Item,
     NoProblemError,
@@ -321,7 +322,7 @@ class _SetReader:
         rows = read_rows(source, field=name, seed=seed)
         present = rows.table.column_names
         schema = schema_of(source, present, field=name)
-        columns = [*schema.columns, *(column for column in schema.for_rewards if column in present)]
+        columns = [*schema.columns, *(column for column in FOR_REWARDS if column in present)]
         return schema, rows.table.select_columns(list(dict.fromkeys(columns))), rows.place
 
     def _collect(self, source: SourceConfig, index: int, groups: dict[str, _Group]) -> Counter[str]:
@@ -338,8 +339,10 @@ class _SetReader:
                 id_ = prompt_id(item.text)
                 if id_ not in groups:  # checked once: millions of rows can repeat some thousand prompts
                     check_asks(item, instruction=self.config.instruction)
-                    groups[id_] = _Group(item=item)
-                groups[id_].rows[index, item.answer] += 1
+                if item.answer is None and self.split in _SCORED:  # no reward, whichever it is, could score against it
+                    counts["num_unparseable"] += 1
+                else:
+                    groups.setdefault(id_, _Group(item=item)).rows[index, item.answer or ""] += 1
             except NoProblemError as error:
                 first = first or f"{place(number)}, got {row!s:.300}; {error}"
                 counts["num_empty"] += 1
@@ -362,7 +365,7 @@ class _SetReader:
         for index, source in enumerate(sources):
             own = sorted(each for source_index, each in keys if source_index == index)
             fix = f"no response could be scored against any of them in {source.path}"
-            shown = [answer for _, answer in own[:5]]
+            shown = [answer for _, answer in own[:5]] or None
             require(not scorable.isdisjoint(own), f"data.{self.split}", "must have parseable answers", shown, fix)
         return frozenset(scorable)
 

@@ -57,7 +57,7 @@ class Schema:
     columns: tuple[str, ...]
     turns: Callable[[Row], list[Turn]]
     answer: Callable[[Row], Any] | None
-    for_rewards: tuple[str, ...] = ()  # columns that a reward function gets, where a set has them
+    worked: str | None = None  # column whose text ends with the answer, for `answer_after` in place of `answer`
     extra: tuple[str, ...] = ()  # of `columns`, those that are put into a reward function's `extra_info`
 
 
@@ -125,18 +125,19 @@ SCHEMAS = (
         ("prompt", "reward_model"),
         _chat("prompt", speaker="role", text="content"),
         lambda row: row["reward_model"]["ground_truth"],
-        for_rewards=("data_source", "extra_info"),
     ),
     Schema(
         "UltraChat-200k", ("prompt", "prompt_id", "messages"), _chat("messages", speaker="role", text="content"), None
     ),
     Schema("Magpie", ("conversations",), _chat("conversations", speaker="from", text="value"), None),
-    Schema("GSM8K", ("question", "answer"), _text("question"), lambda row: _after("####", row["answer"])),
+    Schema("GSM8K", ("question", "answer"), _text("question"), lambda row: _after("####", row["answer"]), "answer"),
     Schema("AIME-2024 (HuggingFaceH4)", ("problem", "answer"), _text("problem"), lambda row: row["answer"]),
     Schema("AIME-2024 (Maxwell-Jia)", ("Problem", "Answer"), _text("Problem"), lambda row: row["Answer"]),
-    Schema("MATH", ("problem", "solution"), _text("problem"), lambda row: _last_box(row["solution"])),
+    Schema("MATH", ("problem", "solution"), _text("problem"), lambda row: _last_box(row["solution"]), "solution"),
 )
 """Known schemas in order of precedence."""
+FOR_REWARDS = ("data_source", "extra_info")
+"""Columns that a reward function gets, where a set of whatever schema has them."""
 REASONING_GYM_ROWS = Schema(
     "reasoning-gym", ("question", "answer", "data_source", "extra_info"), _text("question"), lambda row: row["answer"]
 )
@@ -144,11 +145,11 @@ REASONING_GYM_ROWS = Schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Item:
-    """One row of any schema; `answer` is "" where the set or the row has none."""
+    """One row of any schema; `answer` is None where the set or the row has none."""
 
     context: tuple[Turn, ...]  # turns before the problem
     problem: str
-    answer: str
+    answer: str | None
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -172,7 +173,8 @@ def schema_of(source: SourceConfig, columns: Collection[str], *, field: str) -> 
             f"{field} must have the columns of a known schema, got {', '.join(sorted(columns))} in {source.path}; "
             f"name them in `columns`; known: {known}"
         )
-    mark, answer = source.answer_after, schema.answer
+    mark, worked = source.answer_after, schema.worked
+    answer = schema.answer if worked is None else lambda row: row[worked]
     if mark is None:
         return schema
     if answer is None:
@@ -192,7 +194,6 @@ def _declared(names: ColumnsConfig, columns: Collection[str], field: str, path: 
         (*named.values(), *names.extra),
         lambda row: (chat if isinstance(row.get(names.problem), list) else text)(row),
         None if answer is None else lambda row: row[answer],
-        for_rewards=("data_source", "extra_info"),
         extra=names.extra,
     )
 
@@ -267,15 +268,15 @@ def _is_invisible(char: str) -> bool:
     return unicodedata.category(char)[0] in "ZM" or unicodedata.category(char) in ("Cc", "Cf") or char in _FILLERS
 
 
-def _answer(schema: Schema, row: Row) -> str:
-    """Return the answer of a row; "" where it is missing, or neither text nor a number."""
+def _answer(schema: Schema, row: Row) -> str | None:
+    """Return the answer of a row; None where it is missing, or neither text nor a number."""
     if schema.answer is None:
-        return ""
+        return None
     try:
         answer = schema.answer(row)
     except (AttributeError, KeyError, TypeError, IndexError):
-        return ""
-    return str(answer).strip() if isinstance(answer, str | int | float) and not isinstance(answer, bool) else ""
+        return None
+    return str(answer).strip() if isinstance(answer, str | int | float) and not isinstance(answer, bool) else None
 
 
 def _bare(problem: str) -> str:

@@ -121,7 +121,7 @@ def completed_losses(checkpoint: Path) -> list[float]:
     return json.loads(file.read_text()) if file.is_file() else []
 
 
-def require_windows(heldout: Responses, *, num_tokens: int) -> None:
+def require_windows(heldout: Chats, *, num_tokens: int) -> None:
     """Reject held-out responses of which none has room for `num_tokens` drafts behind its first token."""
     pairs = zip(heldout.token_ids, heldout.prompt_lengths, strict=True)
     longest = max(len(tokens) - start for tokens, start in pairs)

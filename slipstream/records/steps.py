@@ -146,11 +146,11 @@ class EvaluationRecord:
     k: int
     avg_at_k: float  # expected pass@1
     maj_at_k: float
-    ci95: tuple[float, float]  # of avg_at_k, Wilson's over problems
+    ci95: tuple[float, float] | None  # of avg_at_k over problems, by `reward_ci95`
     truncated_fraction: float
     num_timeouts: int
     prompt_hash: str
-    correct_by_problem: tuple[int, ...]  # correct samples, of k
+    correct_by_problem: tuple[float, ...]  # sum of the rewards of k samples: the correct ones where a reward is 0 or 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -372,13 +372,15 @@ def _accuracies(ax: Axes, record: RunRecord) -> None:
     for place, arm in enumerate(record.arms):
         curve = curves[arm.name]
         values, steps = [point.avg_at_k for point in curve.values()], np.array(list(curve))
-        errors = [[max(0, point.avg_at_k - point.ci95[0]) for point in curve.values()]]
-        errors += [[max(0, point.ci95[1] - point.avg_at_k) for point in curve.values()]]
+        ends = [point.ci95 or (point.avg_at_k, point.avg_at_k) for point in curve.values()]
+        errors = [[max(0, value - low) for value, (low, _) in zip(values, ends, strict=True)]]
+        errors += [[max(0, high - value) for value, (_, high) in zip(values, ends, strict=True)]]
         shifted = steps + (place - 0.5) * 0.015 * longest
         ax.errorbar(shifted, values, errors, fmt="o-", color=ARM_COLOURS[arm.arm], markersize=4, capsize=3)
-    top = max((max(point.ci95[1], point.avg_at_k) for point in points), default=1.0)
+    shown = [0.0, *(value for point in points for value in (point.avg_at_k, *(point.ci95 or ())))]
+    limits = 1.18 * min(shown), 1.18 * max(shown) or 1.0
     k = points[0].k if points else 0
-    ax.set(title=f"Validation accuracy, avg@{k}, 95 % interval", xlabel="after step", ylim=(0, 1.18 * top or 1.0))
+    ax.set(title=f"Validation accuracy, avg@{k}, 95 % interval", xlabel="after step", ylim=limits)
     _whole(ax)
 
 

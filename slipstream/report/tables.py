@@ -159,7 +159,7 @@ def accuracy_table(record: RunRecord) -> Table:
         of_arm = {step: each for step, each in curves.get(last.policy, {}).items() if each.policy == last.policy}
         for step, e in (of_arm or {0: last}).items():
             label = POLICY_LABELS[e.policy] + ("" if e is last else f", after step {step}")
-            accuracy = f"{e.avg_at_k:.3f}", f"{e.ci95[0]:.3f} to {e.ci95[1]:.3f}"
+            accuracy = f"{e.avg_at_k:.3f}", f"{e.ci95[0]:.3f} to {e.ci95[1]:.3f}" if e.ci95 else "none"
             problems = (f"{e.maj_at_k:.3f}", str(e.k), str(e.num_problems), percent(e.truncated_fraction))
             rows.append(Row(label, (*accuracy, *problems, str(e.num_timeouts), e.prompt_hash)))
     return Table("policy", {"": columns}, rows)

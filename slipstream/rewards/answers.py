@@ -28,8 +28,8 @@ def extract_answer(response: str, *, is_cut_off: bool = False) -> str | None:
         response: the response, preceded by `<think>` where the prompt ends inside a thought.
         is_cut_off: the response reached its length limit, so an answer without a delimiter may be incomplete.
     """
-    _, closed, final = response.rpartition(THINK_END)
-    if not closed and THINK_START in response:
+    final = _after_thoughts(response)
+    if final is None:
         return None
     final = without_invisible(final)
     answer = _last_boxed(final, is_cut_off=is_cut_off)
@@ -42,12 +42,18 @@ def extract_answer(response: str, *, is_cut_off: bool = False) -> str | None:
 
 def tagged_answer(response: str, *, is_cut_off: bool = False) -> str | None:
     """Extract what stands in the last `<answer>` … `</answer>` after all thoughts, else what `extract_answer` does."""
-    _, closed, final = response.rpartition(THINK_END)
-    _, opened, inside = final.rpartition("<answer>")
+    _, opened, inside = (_after_thoughts(response) or "").rpartition("<answer>")
     answer, ended, _ = inside.partition("</answer>")
-    if opened and ended and answer.strip() and (closed or THINK_START not in response):
+    if opened and ended and answer.strip():
         return answer.strip()
     return extract_answer(response, is_cut_off=is_cut_off)
+
+
+def _after_thoughts(response: str) -> str | None:
+    """Return the text between the last finished thought and an unfinished one; None where the first is unfinished."""
+    _, closed, final = response.rpartition(THINK_END)
+    final, opened, _ = final.partition(THINK_START)
+    return None if opened and not closed else final
 
 
 def opens_thought(prompt: str, *, is_turn: bool) -> bool:

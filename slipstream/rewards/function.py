@@ -229,10 +229,18 @@ def _copy(function: str, directory: Path) -> str:
 
 
 def write_kept(config: RewardConfig, copy: RewardConfig) -> None:
-    """Write the copies that `kept` named, unless `config` names them already."""
+    """Write the copies that `kept` named, unless `config` names them already; they must load where they stand alone."""
     for own, new in zip(config.parts, copy.parts, strict=True):
-        if own != new:
-            write_atomic(Path(new.function.rpartition(":")[0]), _file_and_name(own.function)[0].read_bytes())
+        if own == new:
+            continue
+        path = Path(new.function.rpartition(":")[0])
+        write_atomic(path, _file_and_name(own.function)[0].read_bytes())
+        try:
+            FunctionReward(copy, new.function).close()
+        except ConfigError as error:
+            path.unlink()
+            fix = "the run scores with a copy of the file alone: put what it imports into it, or install that"
+            raise ConfigError(f"{error}; {fix}") from error
 
 
 def _file_and_name(function: str) -> tuple[Path, str]:

@@ -301,11 +301,9 @@ def _numbers(prefix: str, part: Any, names: Mapping[str, str]) -> dict[str, floa
 def accuracy_metrics(evaluation: EvaluationRecord) -> dict[str, float]:
     """Metrics of one policy's accuracy."""
     name = f"validation/avg_at_{evaluation.k}"
-    low, high = evaluation.ci95
     return {
         name: evaluation.avg_at_k,
-        f"{name}_low": low,
-        f"{name}_high": high,
+        **{f"{name}_{end}": value for end, value in zip(("low", "high"), evaluation.ci95 or (), strict=False)},
         f"validation/maj_at_{evaluation.k}": evaluation.maj_at_k,
         "validation/truncated_fraction": evaluation.truncated_fraction,
         "validation/num_timeouts": evaluation.num_timeouts,

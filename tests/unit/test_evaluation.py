@@ -13,8 +13,9 @@ from slipstream.engine.protocol import GenerationResult
 from slipstream.evaluation import EvaluationConfig, evaluate, maj_at_k, prompt_hash
 from slipstream.records.steps import EvaluationRecord
 from slipstream.rewards.config import RewardConfig
+from slipstream.rewards.reward import RewardResult
 from slipstream.rewards.verifier import Verifier
-from slipstream.statistics import wilson_ci95
+from slipstream.statistics import reward_ci95
 from slipstream.types import Prompt, Rollout, RolloutGroup
 from tests.unit.conftest import Refusal
 from tests.unit.sampled import rollout
@@ -50,12 +51,26 @@ def decode(prompt: Sequence[int], response: Sequence[int]) -> str:
     return "<think>" * (prompt[-1] == ord("t")) + "".join(map(chr, response)).rstrip("\0")
 
 
-def evaluated(engine: ReplayEngine, prompts: Sequence[Prompt] = PROMPTS, *, k: int = 4, **how: Any) -> EvaluationRecord:
-    """An evaluation of `k` samples a problem, which are scored by mathematics."""
+class ByLength(Verifier):
+    """A reward of one's own: a tenth for each character of a response, less a half."""
+
+    def judge(self, prompts: Sequence[Prompt], responses: Sequence[str], *, cut_off: Sequence[bool]) -> RewardResult:
+        return RewardResult(rewards=tuple(len(text) / 10 - 0.5 for text in responses), num_timeouts=0, num_crashes=0)
+
+
+def evaluated(
+    engine: ReplayEngine,
+    prompts: Sequence[Prompt] = PROMPTS,
+    *,
+    k: int = 4,
+    reward: type[Verifier] = Verifier,
+    **how: Any,
+) -> EvaluationRecord:
+    """An evaluation of `k` samples a problem, which are scored by mathematics unless another reward is named."""
     sampling = SamplingConfig(temperature=0.7, max_response_tokens=16, **how)
     config = EvaluationConfig(num_samples_per_problem=k, sampling=sampling)
-    with closing(Verifier(RewardConfig())) as verifier:
-        return evaluate(engine, prompts, reward=verifier, decode=decode, config=config, policy="start", seed=3)
+    with closing(reward(RewardConfig())) as scorer:
+        return evaluate(engine, prompts, reward=scorer, decode=decode, config=config, policy="start", seed=3)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +107,22 @@ def test_an_evaluation_scores_every_sample_and_counts_truncation() -> None:
     assert record.avg_at_k == pytest.approx((0.5 + 0.25) / 2)
     assert record.maj_at_k == pytest.approx(0.5)
     assert record.truncated_fraction == pytest.approx(2 / 8)
-    assert record.ci95 == wilson_ci95([0.5, 0.25])
+    assert record.ci95 == reward_ci95([0.5, 0.25])
     assert record.prompt_hash == prompt_hash(PROMPTS)
+
+
+def test_rewards_that_are_no_rates_are_kept_as_they_are_and_have_an_interval_of_their_own() -> None:
+    prompts = [replace(PROMPTS[0], id=str(n)) for n in range(6)]
+    said = {str(n): [4 * n * "x" + "\0", "y\0"] for n in range(6)}  # rewards (4 n - 5) / 10 and -0.4
+    record = evaluated(ReplayEngine(said), prompts, k=2, reward=ByLength)
+    assert record.correct_by_problem == pytest.approx((-0.9, -0.5, -0.1, 0.3, 0.7, 1.1))
+    assert record.avg_at_k == pytest.approx(0.05)
+    low, high = record.ci95 or (0.0, 0.0)
+    assert (low + high) / 2 == pytest.approx(0.05) and high - low == pytest.approx(
+        2 * 2.5706 * (0.14 / 6) ** 0.5, rel=1e-3
+    )
+    alike = evaluated(ReplayEngine({"1": ["x" * 20 + "\0"] * 2, "2": ["x" * 20 + "\0"] * 2}), k=2, reward=ByLength)
+    assert (alike.avg_at_k, alike.ci95) == (1.5, None)
 
 
 def test_a_guess_in_a_thought_that_the_prompt_opened_is_no_answer_until_the_thought_is_closed() -> None:
@@ -102,6 +131,13 @@ def test_a_guess_in_a_thought_that_the_prompt_opened_is_no_answer_until_the_thou
     engine = ReplayEngine({"1": [guess, guess + "\0", guess + "</think>\\boxed{2}\0", guess + "</think>" + cut]})
     record = evaluated(engine, [opened])
     assert (record.correct_by_problem, record.maj_at_k) == ((1,), 1.0)
+
+
+def test_an_answer_in_the_tags_of_a_reasoning_gym_task_has_a_vote() -> None:
+    said = {"1": ["<answer>2</answer>\0"] * 3 + ["<answer>3</answer>\0"]}
+    for source, expected in (("reasoning_gym:chain_sum", 1.3), ("", 0.0)):
+        record = evaluated(ReplayEngine(said), [replace(PROMPTS[0], data_source=source)], reward=ByLength)
+        assert record.maj_at_k == pytest.approx(expected)
 
 
 def test_greedy_samples_are_refused_but_for_one_a_problem(refusal: Refusal) -> None:

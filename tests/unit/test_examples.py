@@ -90,6 +90,24 @@ def test_the_reward_of_the_example_prefers_a_short_right_answer(tmp_path: Path, 
     assert "reward/right 0.5" in table
 
 
+def test_a_response_may_hold_any_separator_of_lines_and_keeps_the_number_of_its_own(
+    tmp_path: Path, command: Command
+) -> None:
+    row = {"response": "so\u2028\x85\\boxed{42}", "reference": "42"}
+    (tmp_path / "responses.jsonl").write_text("\n" + json.dumps(row, ensure_ascii=False) + "\r\n")
+    printed = command("score", "tiny", "--responses", tmp_path / "responses.jsonl")
+    assert re.search(r"^2 +1 +42 +so \\boxed\{42\}$", printed, re.MULTILINE)
+
+
+def test_a_reward_function_that_fails_is_named_by_the_command_that_tries_it(tmp_path: Path, command: Command) -> None:
+    (tmp_path / "reward.py").write_text("def fails(data_source, solution_str, ground_truth, extra_info): 1 / 0")
+    (tmp_path / "responses.jsonl").write_text('{"response": "4", "reference": "4"}')
+    own = f"reward.function={tmp_path / 'reward.py'}:fails"
+    said = command("score", "tiny", "--set", own, "--responses", tmp_path / "responses.jsonl", status=2)
+    assert said.startswith("error: reward.function must fail for at most 10% of the responses ")
+    assert "got 1 of 1; the first of this call, for prompt line 1: ZeroDivisionError: " in said
+
+
 @pytest.fixture(scope="module")
 def code_reward() -> ModuleType:
     """The reward for programs, which waits for them less long here."""
@@ -142,6 +160,7 @@ def test_a_program_is_scored_by_its_values_and_harms_nobody(code_reward: ModuleT
     [
         ("", "--responses must hold at least one response, got "),
         ("{", "--responses must hold JSON lines, got line 1 of "),
+        ("\n[", "--responses must hold JSON lines, got line 2 of "),
         ('{"response": "4"}', "--responses must have the text `response` and a `reference` in line 1, got "),
     ],
 )

@@ -56,6 +56,7 @@ def test_relative_paths_lie_beside_the_file_or_where_a_launch_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "recipes" / "sets").mkdir(parents=True)
+    (tmp_path / "recipes" / "mathematics").mkdir()
     (tmp_path / "caller" / "policy").mkdir(parents=True)
     text = """
     data:
@@ -63,6 +64,7 @@ def test_relative_paths_lie_beside_the_file_or_where_a_launch_is(
       validation: [{path: /absolute.jsonl}, {path: ~/home.json}]
     workloads: {rl_zero: {data: {draft_general: [{path: ./chats.jsonl}]}}}
     tracking: {uri: "sqlite:///runs.db"}
+    reward: {functions: [{function: mathematics}, {function: own.py:f}]}
     """
     name = written(tmp_path / "recipes", text)
     monkeypatch.chdir(tmp_path / "caller")
@@ -74,6 +76,7 @@ def test_relative_paths_lie_beside_the_file_or_where_a_launch_is(
     assert [source.path for source in recipe.data.validation] == ["/absolute.jsonl", str(Path.home() / "home.json")]
     assert recipe.data.draft_general[0].path == f"{base}/chats.jsonl"
     assert recipe.tracking.uri == f"sqlite:///{base}/runs.db"
+    assert [part.function for part in recipe.reward.functions] == ["mathematics", f"{base}/own.py:f"]
     assert recipe.policy.model == f"{tmp_path}/caller/policy"
     assert recipe.draft.model == f"{tmp_path}/caller/draft"
     assert load_recipe(name, overrides=launched) == recipe
@@ -314,6 +317,16 @@ def test_a_recipe_may_start_from_another_and_say_what_it_changes(tmp_path: Path)
     thinking = load_recipe(str(top), workload=Workload.RL_THINK)
     assert thinking.grpo.num_steps == 4
     assert thinking.sampling == load_recipe("tiny", workload=Workload.RL_THINK).sampling
+
+
+def test_what_a_recipe_gives_lies_over_its_base_in_every_workload(tmp_path: Path) -> None:
+    middle, top = tmp_path / "middle.yaml", tmp_path / "top.yaml"
+    middle.write_text("base: qwen3_8b\nname: middle\nworkloads: {rl_think: {grpo: {num_steps: 4}, data: {seed: 5}}}\n")
+    top.write_text("base: middle.yaml\nname: top\npolicy: {model: my/model}\ngrpo: {num_steps: 3}\n")
+    recipe, origins = resolve_recipe(str(top), workload=Workload.RL_THINK)
+    assert (recipe.policy.model, recipe.grpo.num_steps, recipe.data.seed) == ("my/model", 3, 5)
+    assert (origins["policy.model"], origins["data.seed"]) == ("recipe", "recipe, workloads.rl_think")
+    assert load_recipe("qwen3_8b", workload=Workload.RL_THINK).policy.model == "Qwen/Qwen3-8B"
 
 
 @pytest.mark.parametrize(

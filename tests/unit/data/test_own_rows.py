@@ -88,6 +88,22 @@ def test_a_column_may_hold_a_chat_and_a_source_may_name_its_data_source(tmp_path
     assert (ours.data_source, ours.id) == ("ours", theirs.id)
 
 
+def test_rows_of_a_known_schema_bring_what_a_reward_function_reads_and_have_an_answer_whatever_it_takes(
+    tmp_path: Path,
+) -> None:
+    def takes_all(given: Sequence[Any], _: str) -> tuple[bool, ...]:
+        return (True,) * len(given)
+
+    brought = {"data_source": "theirs", "extra_info": {"tests": "t"}}
+    answered = [{"question": f"{n}?", "answer": answer, **brought} for n, answer in enumerate(("2", "", None))]
+    train = (SourceConfig(path=lay(tmp_path, "jsonl", answered)),)
+    config = DataConfig(max_prompt_tokens=64, train=train, synthetic=SyntheticConfig(num_draft_rows=5))
+    sets = load_prompt_sets(config, tokenizer=TOKENIZER, gradable=takes_all, equal=takes_all)
+    assert answers(sets.train) == {"0?": "2", "1?": ""}
+    assert {(each.data_source, each.extra["tests"]) for each in sets.train} == {("theirs", "t")}
+    assert next(each for each in sets.records if each.name == "train").num_unparseable == 1
+
+
 @rows(
     """
 {columns: {problem: question}} => .columns.problem must be one of THERE, got 'question'

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, is_blank, normalise, read_item
+from slipstream.data.config import SourceConfig
+from slipstream.data.schemas import SCHEMAS, Item, NoProblemError, check_asks, is_blank, normalise, read_item, schema_of
 
 DAPO = next(schema for schema in SCHEMAS if schema.name == "DAPO-Math-17k (BytedTsinghua)")
 MAGPIE = next(schema for schema in SCHEMAS if schema.name == "Magpie")
@@ -102,12 +103,22 @@ def test_a_problem_or_a_chat_of_another_type_gives_the_reason(problem: object) -
 
 
 @pytest.mark.parametrize(
-    ("answer", "read"), [(" 2 ", "2"), (2, "2"), (2.5, "2.5"), (None, ""), (True, ""), (["2"], ""), ({"a": 2}, "")]
+    ("answer", "read"),
+    [(" 2 ", "2"), (2, "2"), (2.5, "2.5"), (None, None), (True, None), (["2"], None), ({"a": 2}, None)],
 )
-def test_an_answer_is_text_or_a_number_of_a_reward_model(answer: object, read: str) -> None:
+def test_an_answer_is_text_or_a_number_of_a_reward_model(answer: object, read: str | None) -> None:
     assert dapo(("user", "1+1=?"), answer=answer).answer == read
     for model in (None, {}, "2"):
-        assert read_item(DAPO, {"prompt": turns(("user", "1+1=?")), "reward_model": model}).answer == ""
+        assert read_item(DAPO, {"prompt": turns(("user", "1+1=?")), "reward_model": model}).answer is None
+
+
+@pytest.mark.parametrize("names", [("question", "answer"), ("problem", "solution"), ("problem", "answer")])
+@pytest.mark.parametrize(("text", "answer"), [("\\boxed{7} or #### 8 #### 9", "9"), ("\\boxed{7}", None)])
+def test_a_mark_is_looked_for_in_the_whole_answer_of_a_known_schema(
+    names: tuple[str, str], text: str, answer: str | None
+) -> None:
+    schema = schema_of(SourceConfig(path="here", answer_after="####"), names, field="data.train")
+    assert read_item(schema, dict(zip(names, ("1+1=?", text), strict=True))).answer == answer
 
 
 def test_a_chat_brings_what_a_reward_function_reads() -> None:

@@ -155,7 +155,7 @@ def test_held_out_acceptance_is_the_mean_ratio_and_of_a_window_the_product() -> 
 
 
 def test_held_out_responses_too_short_for_a_window_are_refused(refusal: Callable[..., str]) -> None:
-    short = Responses(token_ids=((1, 5, 6), (1, 2, 5, 6)), prompt_lengths=(1, 2))
+    short = Chats(((1, 5, 6), (1, 2, 5, 6)), (1, 2))
     require_windows(short, num_tokens=1)
     assert refusal(require_windows, heldout=short, num_tokens=2) == (
         "draft.pretrain.ttt_steps must leave a held-out response of more than 2 tokens, got 2; lower it"

@@ -20,6 +20,7 @@ from slipstream.learner.config import RopeConfig, RopeType
 from slipstream.learner.megatron import MegatronPolicy
 from slipstream.learner.optimizer import Stepped
 from slipstream.learner.weights import Layout, ParameterMapping, Shard
+from slipstream.storage import put_in_place
 from slipstream.train.checkpoints import Checkpoints
 from slipstream.types import Dtype
 from tests.unit.learner import policies
@@ -284,12 +285,22 @@ def test_where_there_is_no_checkpoint_none_is_damaged(kind: str, tmp_path: Path)
         assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
-def test_a_process_that_died_between_two_renames_is_resumed_from_what_it_was_to_replace(tmp_path: Path) -> None:
+def test_a_process_that_died_between_two_renames_is_resumed_from_what_it_was_to_replace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def raising(*_: object) -> None:
+        raise OSError("the process dies here")
+
     learner, checkpoints = OwnPolicy(), Checkpoints(directory=tmp_path, recipe="a recipe", keep=1)
     checkpoints.save(learner, [])
     (tmp_path / "step-000000").rename(tmp_path / "step-000000.old")
     shutil.copytree(tmp_path / "step-000000.old", tmp_path / "step-000000.partial")
     assert checkpoints.restore(learner) == ([], None)
+    assert "recipe" in learner.inspect_checkpoint(tmp_path / "step-000000")
+    with monkeypatch.context() as dying:  # once more, before the second of the renames
+        dying.setattr(Path, "rename", raising)
+        with pytest.raises(OSError, match="dies"):
+            put_in_place(tmp_path / "step-000000")
     assert "recipe" in learner.inspect_checkpoint(tmp_path / "step-000000")
     learner.save_checkpoint(tmp_path / "step-000001", {"recipe": "a recipe", "steps": []})
     checkpoints._drop_oldest(learner)

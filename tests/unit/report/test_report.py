@@ -300,6 +300,10 @@ def test_the_page_shows_every_point_and_whether_the_arms_differ() -> None:
     ]
     assert "After step 6 the accuracy of the speculative arm" in page_text(CURVES)
     assert figures.learning(CURVES) != figures.learning(RECORD)
+    bare = replace(RECORD, evaluations=tuple(replace(each, avg_at_k=-1.5, ci95=None) for each in RECORD.evaluations))
+    assert {row.cells[:2] for row in accuracy_table(bare).rows} == {("-1.500", "none")}
+    assert summarise(bare)["accuracy_by_step"]["speculative"][0] == {"step": 0, "avg_at_k": -1.5, "ci95": None}
+    assert figures.learning(bare) != figures.learning(RECORD)
 
 
 @pytest.mark.parametrize(

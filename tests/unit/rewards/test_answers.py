@@ -28,10 +28,15 @@ AFTER_THOUGHTS = {
     "<think>\\boxed{1}</think>\\boxed{2}": "2",
     "\\boxed{1}</think>\\boxed{2}": "2",
     "<think>a</think>\\boxed{1}</think>\\boxed{2}": "2",
+    "<think>a</think>\\boxed{1}<think>\\boxed{2}": "1",
 }
 NOTHING = [
     *("no answer at all", "Answer: $", "Answer: 2+2=5", "<think>\\boxed{1} and cut off", "\\boxed{2+2=5=34}"),
-    *("<think>\\boxed{1}</think>I do not know", "a</think>\\boxed{1}</think>I do not know"),
+    *(
+        "a</think><think>\\boxed{1}",
+        "<think>\\boxed{1}</think>I do not know",
+        "a</think>\\boxed{1}</think>I do not know",
+    ),
     *("\\boxed{}", "\\boxedx{4}", "\\boxed72}", "\\boxed+{56}", "\\boxed\n97"),
 ]
 

@@ -79,6 +79,18 @@ def test_a_reward_function_is_kept_with_the_execution_and_a_changed_one_is_refus
     assert not (tmp_path / "other").exists()
 
 
+def test_a_reward_function_that_needs_a_file_beside_it_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("SCORE = 1.0\n")
+    (tmp_path / "reward.py").write_text(
+        "from helper import SCORE\n\ndef f(data_source, solution_str, ground_truth, extra_info):\n    return SCORE\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        start(tmp_path / "root", reward={"function": f"{tmp_path}/reward.py:f"})
+    assert str(caught.value).startswith("reward.function must be a function that can be loaded ")
+    assert "No module named 'helper'; the run scores with a copy of the file alone: put " in str(caught.value)
+    assert list((tmp_path / "root").rglob("*.py")) == []
+
+
 def test_the_executions_run_stays_open_and_too_long_an_instruction_is_cut_in_mlflow_alone(tmp_path: Path) -> None:
     instruction = "{problem}" + "x" * 7000
     _, recorded = start(tmp_path, data={"instruction": instruction})

@@ -144,6 +144,10 @@ ROWS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "a learner that knows its entropy": ({"train": replace(STEP.train, entropy=0.75)}, {"train/entropy": 0.75}),
     "what it sampled in place of groups without signal": ({"dynamic_sampling": SAMPLED}, OF_SAMPLING),
     "the accuracy of the policy that sampled it": ({"evaluation": EVALUATION}, OF_EVALUATION),
+    "an accuracy without an interval": (
+        {"evaluation": replace(EVALUATION, ci95=None)},
+        {name: value for name, value in OF_EVALUATION.items() if not name.endswith(("_low", "_high"))},
+    ),
 }
 
 
