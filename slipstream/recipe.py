@@ -428,7 +428,7 @@ def _read_recipe(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
 
 
 def _without(section: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a base changes for a workload, but for what the recipe upon it gives: that holds for every workload."""
+    """Leave out of a base's section of a workload what the recipe upon it gives, which holds for every workload."""
     return {
         key: _without(value, given[key]) if key in given else value
         for key, value in section.items()
