@@ -14,7 +14,15 @@ from slipstream.kubernetes.flyte_admin import FlyteError, admin_of
 from slipstream.kubernetes.profile import LOCAL, ClusterProfile, read_profile, require_fits
 from slipstream.recipe import Recipe, difference, load_recipe, parameters, recipe_path, resolve_recipe, write_recipe
 from slipstream.rewards.function import kept, open_reward, write_kept
-from slipstream.stages.context import RunContext, recorded_arms, recorded_recipe, require_arms, require_loop, write_arms
+from slipstream.stages.context import (
+    RunContext,
+    recorded_arms,
+    recorded_recipe,
+    require_arms,
+    require_loop,
+    started_by,
+    write_arms,
+)
 from slipstream.stages.fail_run import reconcile
 from slipstream.stages.runs import NOTE, alone_on, execution_run, flyte_execution, origin_tags, started_text
 from slipstream.tracking.spool import RunStatus
@@ -61,6 +69,7 @@ def start_run(  # noqa: PLR0913  # one input a line of the launch
     own, recipe = recipe.reward, replace(recipe, reward=kept(recipe.reward, path.parent))
     if resume:
         _require_same(recipe, arms, root, execution)
+        _require_ended(root, execution, cluster)
     write_kept(own, recipe.reward)
     is_recorded = recipe_path(recipe_name).resolve() == path  # the recorded file already has the origin of each value
     resolved = path if is_recorded else write_recipe(recipe, path, origins)
@@ -93,6 +102,24 @@ def end_terminated(root: Path, cluster: ClusterProfile) -> None:
         reconcile(root, admin_of(cluster))
     except FlyteError as error:
         logger.warning("runs of terminated executions stay open: %s", error)
+
+
+def _require_ended(root: Path, execution: str, cluster: ClusterProfile) -> None:
+    """Refuse to resume an execution that still runs, where the profile names Flyte's server: two would write its files.
+
+    On one machine `slipstream run` holds a lock on the execution.
+    """
+    by = started_by(root, execution)
+    if cluster.is_local or cluster.flyte.endpoint is None or by == flyte_execution():
+        return
+    try:
+        state = admin_of(cluster).execution(by)
+    except FlyteError as error:
+        logger.warning("whether %s has ended is not known: %s", by, error)
+        return
+    rule = "must name an execution that has ended"
+    is_over = state is None or state.has_ended
+    require(is_over, "resume_execution", rule, execution, f"terminate {by} in Flyte, or wait for its end")
 
 
 def on_cluster(recipe: Recipe, cluster: ClusterProfile) -> Recipe:

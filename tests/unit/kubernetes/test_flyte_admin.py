@@ -139,6 +139,27 @@ def test_an_execution_that_another_resumes_ends_with_that_one(tmp_path: Path, mo
         assert reconcile(tmp_path, at(address)) == {ABORTED: "FAILED"}
 
 
+def test_an_execution_that_still_runs_is_not_resumed_beside_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (going_on,) = (each for each in recorded("executions")[1]["executions"] if each["id"]["name"] == GOING_ON)
+    answers = {**ROUTES, f"GET {API}/executions/{OF}/{GOING_ON}": (200, going_on)}
+    with serving(Cluster(answers=answers)) as (_, address):
+        cluster = replace(read_profile("cpu"), tracking=None, flyte=FlyteServer(endpoint=address))
+
+        def start_under(flyte_execution: str, *, resume: bool = True) -> None:
+            monkeypatch.setenv("FLYTE_INTERNAL_EXECUTION_ID", flyte_execution)
+            overrides = {"tracking": UNTRACKED}
+            start_run("tiny", root=tmp_path, execution=ABORTED, overrides=overrides, resume=resume, cluster=cluster)
+
+        start_under(ABORTED, resume=False)
+        start_under(GOING_ON)
+        start_under(GOING_ON)  # a retry of the task
+        refused = rf"resume_execution must name an execution that has ended, got '{ABORTED}'; terminate {GOING_ON} in"
+        with pytest.raises(ConfigError, match=refused):
+            start_under(FAILED)
+
+
 def kept(phase: str, *nodes: dict[str, Any], outputs: Sequence[str] = ()) -> Cluster:
     """A server that keeps calls, on which every execution is in this phase."""
     routes: dict[str, Answer] = {
