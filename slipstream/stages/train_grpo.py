@@ -75,7 +75,7 @@ def train_grpo(
         end_idle()
         with ExitStack() as opened:
             members = {nodes[arm]: partial(opened.enter_context(member(arm)), **given) for arm in left}
-            ended = in_turn(members, num_steps=num_steps, together=True)
+            ended = in_turn(members, num_steps=num_steps, needed=members)
             errors = [each for each in ended.values() if isinstance(each, BaseException)]
             for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
                 raise error

@@ -122,7 +122,10 @@ def _groups(drafters: Sequence[Variant], size: int) -> Iterator[Sequence[Variant
 def _trained(
     context: RunContext, group: Mapping[Variant, _Member], number: int, *, policy: Path, data: Path
 ) -> dict[Variant, Trained | str]:
-    """Train one group beside an autoregressive arm of its own, whose failure is raised: it ends the comparison."""
+    """Train one group beside an autoregressive arm of its own, whose failure ends the group, and is raised.
+
+    Drafters that went on without it would be compared with steps that a retry times later.
+    """
     alone, recipe = f"autoregressive-{number}", next(iter(group.values())).recipe
     own = replace(context, execution=f"{context.execution}/{alone}")
     execution_run(own, recipe, params=parameters(recipe)).detach()
@@ -133,7 +136,7 @@ def _trained(
     end_idle()
     prompts, text = read_prompt_sets(data).train, decode(tokenizer(policy))  # imports, before several threads would
     given = {"starting": starting, "policy": policy, "prompts": prompts, "decode": text}
-    arms = in_turn({name: partial(_train, member, **given) for name, member in members.items()})
+    arms = in_turn({name: partial(_train, member, **given) for name, member in members.items()}, needed=[alone])
     if isinstance(arms[alone], BaseException):
         raise arms[alone]
     ended: dict[Variant, Trained | str] = {}

@@ -29,6 +29,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from slipstream.data.prompts import PromptStream
 from slipstream.engine.protocol import GenerationResult, GroupRequest, Portion, group_requests, rollout_seed
@@ -84,11 +85,17 @@ class AsyncLoop:
         self._started = {each.index: _oldest(each) for each in scored}
         num_kept = start_step * self._per_step + sum(len(each.result.groups) for each in scored)
         self._num_submitted = num_kept + len(self.pending.under_way)  # over all attempts; `produce` alone changes it
-        num_lost = 0 if self.submitted is None else max(0, self.submitted.read() - num_kept)
-        self._watch = Stopwatch(num_regenerated=num_lost * config.group_size)
+        self._watch = Stopwatch(num_regenerated=self._num_lost(num_kept) * config.group_size)
         threads.run(
             {"produce": self._produce, "score": self._score, "train": lambda: self._train(start_step)}, finite="train"
         )
+
+    def _num_lost(self, num_kept: int) -> int:
+        """Count the groups that were submitted and neither kept by the checkpoint nor counted as lost before it."""
+        if self.submitted is None:
+            return 0
+        total, known = self.submitted.read(), self.pending.num_submitted
+        return max(0, total - num_kept if known is None else total - known + len(self.pending.under_way))
 
     def _produce(self) -> None:
         """Run the engines: consume as many prompts as the lag allows, and the weights that the trainer exports.
@@ -134,14 +141,14 @@ class AsyncLoop:
                 self.threads.update(lambda index=index: self._started.update({index: version}))
         return num_restarted
 
-    def _count_submitted(self, num_submitted: int) -> None:
-        self._num_submitted = max(self._num_submitted, num_submitted)
+    def _count_submitted(self, indices: Sequence[int]) -> None:
+        self._num_submitted = max(self._num_submitted, indices[-1] + 1)
         if self.submitted is not None:
-            self.submitted.note(self._num_submitted)
+            self.submitted.add(len(indices))
 
     def _generate(self, batch: int) -> None:
         config = self.trainer.config
-        self._count_submitted((batch + 1) * self._per_step)
+        self._count_submitted(range(batch * self._per_step, (batch + 1) * self._per_step))
         with self._watch.engine.busy():
             result = self.engines.generate(
                 self.prompts.batch(batch),
@@ -155,8 +162,12 @@ class AsyncLoop:
     def _submit(self, indices: Sequence[int], version: int) -> None:
         if not indices:
             return
-        self.threads.update(lambda: self._started.update(dict.fromkeys(indices, version)))
-        self._count_submitted(indices[-1] + 1)
+
+        def begin() -> None:  # in one, as a checkpoint takes both
+            self._started.update(dict.fromkeys(indices, version))
+            self._count_submitted(indices)
+
+        self.threads.update(begin)
         config = self.trainer.config
         by_step: dict[int, tuple[GroupRequest, ...]] = {}
         for step in {index // self._per_step for index in indices}:
@@ -263,16 +274,21 @@ class AsyncLoop:
 
     def _pending(self, step: int, versions: tuple[Versions, ...], clock: StageClock) -> Pending:
         """Rollouts for a checkpoint after this step; of whole batches, all requested ones are awaited first."""
+
+        def pending(scored: Sequence[Scored], **more: Any) -> Pending:
+            num_submitted = None if self.submitted is None else self.submitted.read()
+            return Pending(scored=tuple(scored), num_submitted=num_submitted, **more)
+
         if self._is_whole:
             num_ahead = min(self._lag, self.trainer.config.num_steps - 1 - step)
             rest = self._watch.waited(clock, lambda: self._scored.wait_for(num_ahead))
-            return Pending(scored=tuple(rest), published=recent(versions, step, self._lag))
+            return pending(rest, published=recent(versions, step, self._lag))
 
         def snapshot() -> Pending:
             scored = self._scored.items
             in_queue = {each.index for each in scored}
             under_way = tuple(sorted(index for index in self._started if index not in in_queue))
-            return Pending(scored=scored, under_way=under_way, published=versions)
+            return pending(scored, under_way=under_way, published=versions)
 
         return self.threads.update(snapshot)
 

@@ -162,6 +162,7 @@ class Pending:
     scored: tuple[Scored, ...] = ()  # in the order of the queue
     under_way: tuple[int, ...] = ()  # indices of submitted groups that are not scored; a resumed attempt restarts them
     published: tuple[Versions, ...] = ()  # versions that `scored` may come from
+    num_submitted: int | None = None  # groups submitted by then, as `Submitted` counts them; None: not known
 
     def to_bytes(self) -> bytes:
         """Serialize all but times on this process's clock."""
@@ -180,15 +181,17 @@ class Pending:
 
 
 class Submitted:
-    """File with the number of groups ever submitted to engines, by which a resumed attempt counts the lost ones."""
+    """File with the number of groups ever submitted to engines, a group of several attempts each time.
+
+    By it a resumed attempt counts the groups that were lost.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def note(self, num_submitted: int) -> None:
-        """Raise the number in the file to `num_submitted`."""
-        if num_submitted > self.read():
-            write_atomic(self._path, str(num_submitted).encode())
+    def add(self, number: int) -> None:
+        """Count `number` groups that are submitted now."""
+        write_atomic(self._path, str(self.read() + number).encode())
 
     def read(self) -> int:
         """Number over all attempts so far; 0 before the first."""

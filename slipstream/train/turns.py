@@ -7,7 +7,7 @@ follow the order of their names, reversed after every turn: of two arms each beg
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -90,13 +90,13 @@ ALONE = Turn(Turns(()), "", num_steps=0)
 
 
 def in_turn(
-    members: Mapping[str, Callable[[Turn], Any]], *, num_steps: int = 1, together: bool = False
+    members: Mapping[str, Callable[[Turn], Any]], *, num_steps: int = 1, needed: Collection[str] = ()
 ) -> dict[str, Any]:
     """Run each member in a thread of its own; return results, or the errors that ended them, by name.
 
     Args:
         members: functions that begin their turn before a step.
-        together: a member that fails ends the others before their next turn; otherwise they continue without it.
+        needed: members whose failure ends the others before their next turn; after that of any other they continue.
     """
     turns = Turns(list(members))
 
@@ -104,7 +104,7 @@ def in_turn(
         try:
             return members[name](Turn(turns, name, num_steps))
         except BaseException:
-            if together:
+            if name in needed:
                 turns.stop()
             raise
         finally:

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
+from slipstream.recipe import load_recipe
 from slipstream.records.files import read_record
 from slipstream.records.steps import ArmRecord
 from slipstream.stages import train_grpo
 from slipstream.study import interleaved
+from slipstream.study.variants import Grid, drafter_recipes
 from slipstream.train.arm import ArmPlan
 from slipstream.train.turns import in_turn
 from slipstream.types import Arm
@@ -61,3 +64,31 @@ def test_arms_take_turns_after_engines_started_one_by_one(tmp_path: Path, monkey
         record = read_record(ArmRecord, tmp_path / "e" / name / "train_grpo" / "arm.json")
         assert record == found[name]
         assert record.num_speculative_tokens == k
+
+
+def test_without_its_autoregressive_arm_no_drafter_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    def train(member: Any, turn: Any, **_: Any) -> None:
+        for step in range(3):
+            turn.begin(step)
+            taken.append(f"{member.plan}{step}")
+            if (member.plan, step) == ("autoregressive", 1):
+                raise ConnectionError("its engine was lost")
+
+    monkeypatch.setattr(interleaved, "_train", train)
+    monkeypatch.setattr(interleaved, "execution_run", lambda *_, **__: SimpleNamespace(detach=lambda: None))
+    monkeypatch.setattr(interleaved, "arm_plan", lambda _, arm, **__: arm.value)
+    monkeypatch.setattr(interleaved, "read_prompt_sets", lambda _: SimpleNamespace(train=()))
+    for name in ("end_idle", "tokenizer", "decode"):
+        monkeypatch.setattr(interleaved, name, lambda *_: None)
+    grid = Grid(
+        methods=(DraftMethod.NGRAM,), draft_inits=(DraftInit.GENERAL,), online=(DraftOnline.OFF,), draft_lengths=(3,)
+    )
+    recipe = load_recipe("tiny")
+    (drafter,) = drafter_recipes(recipe, grid)
+    plan: Any = "drafter"
+    member = interleaved._Member(context=run_context(tmp_path, "e/drafter"), recipe=recipe, plan=plan)
+    with pytest.raises(ConnectionError):
+        interleaved._trained(run_context(tmp_path, "e"), {drafter: member}, 1, policy=tmp_path, data=tmp_path)
+    assert taken == ["autoregressive0", "drafter0", "drafter1", "autoregressive1"]

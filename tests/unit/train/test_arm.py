@@ -280,7 +280,7 @@ def test_nothing_of_an_arm_works_in_the_turn_of_another(
         monkeypatch.setattr(world, "generate", noted(name, 0.03, world.generate))
         monkeypatch.setattr(world, "train_step", noted(name, 0.0, world.train_step))
     arms = {name: lambda turn, name=name: attempted(name, worlds[name], loop, turn=turn) for name in worlds}
-    found = in_turn(arms, num_steps=num_steps, together=True)
+    found = in_turn(arms, num_steps=num_steps, needed=arms)
     spans = sorted(work, key=lambda span: span[1])
     turns = [list(own) for _, own in itertools.groupby(spans, key=lambda span: span[0])]
     assert all(max(end for *_, end in before) <= after[0][1] for before, after in itertools.pairwise(turns))

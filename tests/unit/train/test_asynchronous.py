@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -393,6 +394,24 @@ def test_after_a_death_no_group_is_lost_and_none_trained_twice(tmp_path: Path, p
     counted = sum(overlap.num_regenerated for overlap in overlaps(records))
     # `tally` counts a group before the engine has it, so what it refused counts as lost too.
     assert 0 <= counted - made_again * GROUP_SIZE <= (PROMPTS_PER_STEP * GROUP_SIZE * 3 if point == "submit" else 0)
+
+
+@pytest.mark.parametrize("loop", [one_step_off, in_flight])
+def test_what_dies_twice_before_a_checkpoint_counts_twice_and_what_was_not_begun_again_once(
+    tmp_path: Path, loop: Any
+) -> None:
+    """Step 0 dies in training twice, with both of its batches submitted, then in the delivery of its weights."""
+    num_submitted = 0
+    for point in ("train_step", "train_step", "deliver", ""):
+        world = flight(1)
+        if point:
+            setattr(world, point, slowly(boom, 0.1))
+        with pytest.raises(BoomError) if point else nullcontext():
+            records = loop(world, 1, directory=tmp_path)
+        num_submitted += len(world.submitted) + PROMPTS_PER_STEP * len(world.generated)
+    counted = [overlap.num_regenerated for overlap in overlaps(records)]
+    assert counted[0] == sum(counted) == 2 * 2 * PROMPTS_PER_STEP * GROUP_SIZE
+    assert num_submitted == NUM_GROUPS + 4 * PROMPTS_PER_STEP
 
 
 @pytest.mark.parametrize("too_old", TooOld)

@@ -238,13 +238,11 @@ def test_a_time_that_is_no_number_is_refused_when_it_is_written() -> None:
         Pending(scored=(replace(scored, result=result),)).to_bytes()
 
 
-def test_a_tally_keeps_the_largest_number_over_attempts_in_a_file_with_nothing_beside_it(tmp_path: Path) -> None:
+def test_a_tally_counts_over_attempts_in_a_file_with_nothing_beside_it(tmp_path: Path) -> None:
     path = tmp_path / "run" / "arm" / "submitted"
     first, second = Submitted(path), Submitted(path)
     assert first.read() == 0
-    first.note(6)
-    second.note(4)
-    assert second.read() == 6
-    second.note(8)
-    assert first.read() == 8
-    assert [(each.name, each.read_text()) for each in path.parent.iterdir()] == [("submitted", "8")]
+    first.add(6)
+    second.add(4)
+    assert first.read() == 10
+    assert [(each.name, each.read_text()) for each in path.parent.iterdir()] == [("submitted", "10")]

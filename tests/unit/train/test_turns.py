@@ -75,7 +75,7 @@ def test_members_that_belong_together_end_with_the_first_that_fails() -> None:
         turn.begin(1)
         raise ValueError("no memory")
 
-    found = in_turn({"a": steps(9, taken, "a"), "b": fails}, together=True)
+    found = in_turn({"a": steps(9, taken, "a"), "b": fails}, needed=["b"])
     assert taken == ["a0"]
     assert isinstance(found["a"], Stopped)
     assert isinstance(found["b"], ValueError)
