@@ -97,7 +97,7 @@ class EngineConfig(Checked, path="engine"):
     answer_timeout_s: PositiveFloat = 3600.0
     """Seconds for an engine to answer: a step's generation, a refit. Set it higher for very long responses."""
     max_restarts: NonNegativeInt = 3
-    """Restarts of lost engines until the learner restarts; 0 ends the run with the first. Set it by how often nodes fail."""
+    """Lost engines replaced until the learner restarts; 0 ends the run at the first. Set it by how often nodes fail."""
 
     def _check(self) -> None:
         is_served = self.quantization is not Quantization.FP8 or self.kv_cache_gib is None
