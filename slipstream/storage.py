@@ -139,12 +139,18 @@ def flush_directory(path: Path) -> None:
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """List the safetensors files of a directory in the order of their names; a path to one file is that file.
+    """List the safetensors files of a model directory in the order of their names; a path to one file is that file.
+
+    An index names the files, as some models of the hub hold their tensors a second time in another file.
 
     Raises:
         FileNotFoundError: the directory holds no such file.
     """
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files, index = [path], path / "model.safetensors.index.json"
+    if index.is_file():
+        files = sorted({path / name for name in json.loads(index.read_text())["weight_map"].values()})
+    elif path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{path} must hold a safetensors file")
     return files

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -258,6 +259,10 @@ def test_a_directorys_fingerprint_is_of_its_tensors_however_they_are_divided(tmp
     (one / "config.json").write_text("{}")
     expected = (whole(MATRIX) + whole(MATRIX[0], "v")) % 2**64
     assert directory_fingerprint(one) == directory_fingerprint(parts) == f"{expected:016x}"
+    save_file({"m.w": MATRIX}, parts / "consolidated.safetensors")  # the same weights once more, as Mistral names them
+    weight_map = {"m": "model-1.safetensors", "v": "model-2.safetensors"}
+    (parts / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert directory_fingerprint(parts) == f"{expected:016x}"
     with pytest.raises(FileNotFoundError) as caught:
         directory_fingerprint(tmp_path)
     assert str(caught.value) == f"{tmp_path} must hold a safetensors file"
