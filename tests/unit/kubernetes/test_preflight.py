@@ -12,7 +12,7 @@ from slipstream.config import ConfigError
 from slipstream.kubernetes import preflight
 from slipstream.kubernetes.kubernetes_api import Finding, State, delete_pod
 from slipstream.kubernetes.preflight import PreflightRecord, check, pod_manifests
-from slipstream.kubernetes.profile import ClusterProfile, TrackingService, read_profile
+from slipstream.kubernetes.profile import ClusterProfile, Toleration, TrackingService, read_profile
 from slipstream.records.files import read_record, write_record
 from tests.unit.kubernetes import api_server as fake
 from tests.unit.kubernetes.api_server import CORE, HANGS, NAMESPACE, Answer, Cluster
@@ -143,6 +143,13 @@ OLD_DRIVER = {f"{CRDS}/{DRIVER}": fake.crd(DRIVER, "v1alpha1")}
 )
 def test_what_does_is_no_lack(answers: dict[str, Answer], profile: ClusterProfile) -> None:
     assert found(fake.whole_cluster(answers), profile).num_missing == 0
+
+
+@pytest.mark.parametrize(("tolerated", "value", "lacks"), [(None, "a", False), ("a", "a", False), ("a", "b", True)])
+def test_a_taint_is_tolerated_with_its_value_or_with_any(tolerated: str | None, value: str, lacks: bool) -> None:
+    nodes = fake.node_list(*trays(taints=[{"key": "pool", "value": value, "effect": "NoSchedule"}]))
+    profile = replace(PROFILE, tolerations=(Toleration(key="pool", value=tolerated), *PROFILE.tolerations))
+    assert (found(fake.whole_cluster({NODES: nodes}), profile).num_missing > 0) == lacks
 
 
 def lack(answers: dict[str, Answer], profile: ClusterProfile = PROFILE, **said: str) -> Any:

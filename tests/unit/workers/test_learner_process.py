@@ -135,22 +135,24 @@ def test_a_rank_judges_each_of_its_sequences_and_none_where_it_has_none() -> Non
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_fingerprints_of_gathered_weights_hold_one_tensor_at_a_time(rank: int) -> None:
-    """Together the tensors of a quantized policy would be a second policy on every rank."""
+    """Together the tensors of a quantized policy would be a second policy on every rank; each rank gathers them all."""
     alive = weakref.WeakSet[torch.Tensor]()
-    most = 0
+    most = num_gathered = 0
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal most
+        nonlocal most, num_gathered
         for layer in range(4):
             tensor = torch.ones(2, 2)
             alive.add(tensor)
             most = max(most, len(alive))
+            num_gathered += 1
             yield f"layers.{layer}.w", tensor
             del tensor
 
     process = Rank(rank)
     process.draft = cast(Any, SimpleNamespace(weights=gathered))
     process.weight_fingerprints({f"layers.{layer}.w": "float32" for layer in range(4)}, ALL, is_draft=True)
+    assert num_gathered == 4
     assert most <= 2  # the one before is there until the next has come
 
 
