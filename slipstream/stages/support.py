@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
+import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -117,7 +120,10 @@ def numerics(context: RunContext, recipe: Recipe) -> NumericsRecord | None:
 
         record = choose_dtype(num_threads=recipe.learner.num_threads)
         logger.info("dtype auto is %s: %s (%s)", record.dtype, record.reason, ", ".join(record.capabilities))
-        write_record(record, path)
+        own = write_record(record, path.with_name(f"{uuid.uuid4()}.json"))
+        with suppress(FileExistsError):  # parts of an ablation that measure at the same time take the first answer
+            os.link(own, path)
+        own.unlink()
     return read_record(NumericsRecord, path)
 
 

@@ -41,6 +41,20 @@ def test_the_first_stage_measures_and_others_take_its_answer_unless_the_recipe_n
     assert mixed.engine.dtype is not Dtype.AUTO
 
 
+def test_parts_of_an_ablation_that_measure_at_the_same_time_take_the_first_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = run_context(tmp_path)
+
+    def slower(*, num_threads: int | None) -> NumericsRecord:
+        write_record(MEASURED, context.directory("numerics") / "numerics.json")
+        return replace(MEASURED, dtype="bfloat16")
+
+    monkeypatch.setattr("slipstream.learner.numerics.choose_dtype", slower)
+    assert numerics(context, load_recipe("tiny")) == MEASURED
+    assert [path.name for path in context.directory("numerics").iterdir()] == ["numerics.json"]
+
+
 def test_a_run_is_projected_from_itself_only_with_the_draft_whose_cost_the_simulator_knows() -> None:
     assert recipe_layout(load_recipe("tiny")) is not None
     for method in ("ngram", "draft_model"):
