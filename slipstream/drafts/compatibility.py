@@ -114,8 +114,8 @@ def _check_tensors(policy: Path, draft: Path, sizes: tuple[int, int, int], requi
         ):
             found = tuple(file.get_slice(name).get_shape()) if name in names else shape  # `d2t` is optional
             require(found == shape, f"draft {name}", f"must be {rule}", found)
-        for name, ours in (("lm_head.weight", "lm_head.weight"), ("embed_tokens.weight", "model.embed_tokens.weight")):
-            if name in names:
+        for name in names & {"lm_head.weight", "embed_tokens.weight"}:
+            for ours in ("lm_head.weight", "model.embed_tokens.weight"):  # tied embeddings are the output layer
                 _check_not_shared(policy, ours, name, file.get_tensor(name))
 
 

@@ -1,10 +1,11 @@
 """Choice of the draft length by measured time: a sweep before RL, and the autopilot during RL. Length 0 drafts nothing.
 
 Sweep (`sweep`, `choose`). Engines with different draft lengths k, and one without a draft, generate the same prompts in
-rounds, in another order each round. A busy machine slows all engines of a round alike, so each round gives one speedup
-for each k, and the median decides; acceptance explains the choice but does not make it. Where not all engines fit into
-memory at once, the middle of the candidates is measured first, and then the neighbours of the fastest k at the largest
-batch: speedup rises and falls once over k. A schedule needs every k.
+rounds, in another order each round. Each generation begins without a prefix cache, as the step after a refit does. A
+busy machine slows all engines of a round alike, so each round gives one speedup for each k, and the median decides;
+acceptance explains the choice but does not make it. Where not all engines fit into memory at once, the middle of the
+candidates is measured first, and then the neighbours of the fastest k at the largest batch: speedup rises and falls
+once over k. A schedule needs every k.
 
 Schedule (`schedule`). The cost of a k at a running batch is the time in which every running rollout gains one token. An
 engine whose drafting is switched off still runs the draft's first pass to keep its KV cache complete, so the sweep
@@ -27,7 +28,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from math import exp, log
 from statistics import fmean, median
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, Protocol, TypeVar
 
 from pydantic import Field
 
@@ -59,6 +60,14 @@ Round = Mapping[int, GenerationResult]
 
 Switch = Callable[[Engines, int], None]
 """Sets the draft length of an engine that has a draft; 0 switches drafting off."""
+
+
+class Forgetful(Engines, Protocol):
+    """Engines that can forget: else one that met the prompts before would gain by it."""
+
+    def forget(self) -> None:
+        """Forget earlier generations: the prompts' KV cache, answers to draft from, and response lengths."""
+        ...
 
 
 def _rises(values: Sequence[int]) -> bool:
@@ -136,7 +145,7 @@ class Sweep:
 
 
 def sweep(
-    start_engine: Callable[[int], AbstractContextManager[Engines]],
+    start_engine: Callable[[int], AbstractContextManager[Forgetful]],
     prompts: Sequence[Prompt],
     *,
     config: TuningConfig,
@@ -218,7 +227,7 @@ def choose(
 
 
 def compare(
-    start_engine: Callable[[DraftSampling], AbstractContextManager[Engines]],
+    start_engine: Callable[[DraftSampling], AbstractContextManager[Forgetful]],
     prompts: Sequence[Prompt],
     *,
     config: TuningConfig,
@@ -290,8 +299,8 @@ def _next_ks(
 
 
 def _started(
-    keys: Sequence[Key], start_engine: Callable[[Key], AbstractContextManager[Engines]], stack: ExitStack
-) -> dict[Key, Engines]:
+    keys: Sequence[Key], start_engine: Callable[[Key], AbstractContextManager[Forgetful]], stack: ExitStack
+) -> dict[Key, Forgetful]:
     """Start engines; those that started before one failed end with the stack."""
     with ThreadPoolExecutor(len(keys)) as pool:
         return dict(zip(keys, pool.map(lambda key: stack.enter_context(start_engine(key)), keys), strict=True))
@@ -301,9 +310,12 @@ def _started(
 class _SwitchedOff:
     """An engine whose drafting is switched off while it generates through this wrapper."""
 
-    engine: Engines
+    engine: Forgetful
     k: int
     switch: Switch
+
+    def forget(self) -> None:
+        self.engine.forget()
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
@@ -315,7 +327,7 @@ class _SwitchedOff:
 
 
 def _rounds(
-    engines: Mapping[Key, Engines], batches: list[list[Prompt]], sampling: SamplingConfig, group_size: int, seed: int
+    engines: Mapping[Key, Forgetful], batches: list[list[Prompt]], sampling: SamplingConfig, group_size: int, seed: int
 ) -> dict[Key, list[GenerationResult]]:
     """Generate every batch on every engine, each round in another order."""
     results: dict[Key, list[GenerationResult]] = {key: [] for key in engines}
@@ -323,6 +335,7 @@ def _rounds(
     for number, prompts in enumerate(batches):
         first = number % len(order)
         for key in order[first:] + order[:first]:
+            engines[key].forget()
             result = engines[key].generate(prompts, sampling=sampling, group_size=group_size, seed=seed + number)
             results[key].append(result)
     return results

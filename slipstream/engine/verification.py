@@ -85,7 +85,7 @@ def verify_blocks(
     number_BK = torch.full_like(bound_BK, torch.inf)
     number_BK[request_N, place_N + 1] = uniform_N
     lengths_K = torch.arange(longest + 1, device=counts_B.device)
-    accepted_B = torch.where(number_BK <= bound_BK, lengths_K, 0).amax(dim=1)
+    accepted_B = torch.where(number_BK < bound_BK, lengths_K, 0).amax(dim=1)
 
     stops = (accepted_B < counts_B).nonzero().view(-1)
     next_B = torch.full_like(accepted_B, -1)

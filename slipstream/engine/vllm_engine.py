@@ -336,7 +336,8 @@ class VllmEngine:
             raise RuntimeError("an engine must adopt the weights that it received before it goes on: no step mixes two")
 
     def forget(self) -> None:
-        """Begin an empty history of answers, where the method drafts from one; no rollout may be in flight."""
+        """Forget the KV cache of prompts and the answers that drafts are looked up in; no rollout may be in flight."""
+        self._llm.reset_prefix_cache()
         if self._history is not None:
             self._llm.collective_rpc("keep_history", args=(self._history, self._stop_token_ids))
 

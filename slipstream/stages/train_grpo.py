@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.data.prompts import read_prompt_sets
+from slipstream.drafts.config import DraftInit
 from slipstream.drafts.length import DraftLength, described
 from slipstream.drafts.methods import TRAITS
 from slipstream.grpo.config import LoopConfig
@@ -160,14 +161,15 @@ def arm_plan(
     recipe: Recipe, arm: Arm, *, policy: Path, draft: Path | None, length: DraftLength, label: str = ""
 ) -> ArmPlan:
     """Plan of an arm that drafts by `length` with the output of `pretrain_draft`, which an arm without drafts lacks."""
-    k = length.num_speculative_tokens
+    k, is_elsewhere = length.num_speculative_tokens, recipe.draft.init is DraftInit.GENERAL
     drafting = draft if k else None
     return ArmPlan(
         arm=arm,
         num_speculative_tokens=k,
         schedule=length.schedule,
         draft=None if drafting is None else draft_weights(recipe.draft, drafting),
-        draft_length=None if drafting is None else known_length(drafting, k),
+        # Held-out windows lie within a response and engines' do not: of the same text the first steps tell more.
+        draft_length=known_length(drafting, k) if drafting is not None and is_elsewhere else None,
         start_engine=partial(
             recipe_engine,
             sampled(recipe, length.sampling),

@@ -59,7 +59,7 @@ class ArmPlan:
     arm: Arm
     num_speculative_tokens: int
     draft: Path | None  # directory of the draft that the engines start with
-    draft_length: float | None = None  # mean acceptance length on held-out text; None: not measured
+    draft_length: float | None = None  # mean acceptance length that the draft can reach; None: that of the first steps
     start_engine: Callable[[], AbstractContextManager[RemoteEngine]]
     schedule: tuple[ScheduleEntry, ...] = ()  # k by running batch; empty: one k throughout
     label: str = ""  # name in progress lines; empty: the arm's name

@@ -211,7 +211,7 @@ class Trainer:
         Raises:
             AcceptanceCollapse: the rollouts' acceptance fell far below its band.
         """
-        if result.acceptance is not None:
+        if result.acceptance is not None and self.draft.version is not None:  # a memory that is lost is no fault
             self.guard.check(result.acceptance, policy_version=result.groups[0].rollouts[0].policy_version)
         with clock.stage("data"):
             groups, of_groups = chosen(result.groups, rewards.rewards, num_wanted=self.config.prompts_per_step)

@@ -229,8 +229,9 @@ class RemoteEngine(Proxy):
         self._crew.ask(self._of("draft_by"), lambda engine: engine.draft_by.remote(schedule))
 
     def forget(self) -> None:
-        """Let all engines begin an empty history of answers."""
-        self._crew.ask("a new history", lambda engine: engine.forget.remote())
+        """Let all engines forget earlier generations, whose response lengths are forgotten here."""
+        self._lengths = SeenLengths()
+        self._crew.ask("forgetting", lambda engine: engine.forget.remote())
 
     def histories(self) -> list[bytes]:
         """Serialize each engine's history of answers."""

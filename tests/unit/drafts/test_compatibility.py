@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ def test_a_saved_draft_fits_its_policy_and_shares_nothing_with_it(policy: Path, 
     edit_tensors(draft, **{"lm_head.weight": head})
     with pytest.raises(ConfigError, match=r"draft lm_head.weight must differ from the policy's"):
         check_draft(policy, draft, max_model_len=64)
+    tied = shutil.copytree(policy, draft.parent / "tied")
+    edit_tensors(tied, **{"lm_head.weight": None})
+    edit_tensors(draft, **{"lm_head.weight": load_file(tied / "model.safetensors")["model.embed_tokens.weight"]})
+    with pytest.raises(ConfigError, match=r"draft lm_head.weight must differ from the policy's"):
+        check_draft(tied, draft, max_model_len=64)
     _with_maps(draft, [2, 3, 9, 15])  # a draft of part of the vocabulary fits too
     check_draft(policy, draft, max_model_len=64)
 

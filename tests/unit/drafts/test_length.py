@@ -36,6 +36,10 @@ class TimedEngine:
         self.k, self.seconds, self.calls = k, seconds, calls
         self.asked: list[list[str]] = []
         self.settings: list[tuple[SamplingConfig, int, int]] = []
+        self.cached: set[str] = set()
+
+    def forget(self) -> None:
+        self.cached.clear()
 
     def generate(
         self, prompts: Sequence[Prompt], *, sampling: SamplingConfig, group_size: int, seed: int
@@ -121,6 +125,23 @@ def test_where_not_all_engines_fit_the_middle_comes_first_and_then_neighbours_of
     assert told == measured
     scheduled = swept(timed(seconds), config, switch=lambda engine, k: None)
     assert sorted({point.k for point in scheduled.points}) == list(ks)  # a schedule is made of every length
+
+
+def test_no_engine_gains_by_prompts_that_it_met_beside_engines_before() -> None:
+    class CachingEngine(TimedEngine):
+        """A second for each prompt that it does not know; drafts gain nothing."""
+
+        def generate(self, prompts: Sequence[Prompt], **how: Any) -> GenerationResult:
+            new = {prompt.id for prompt in prompts} - self.cached
+            self.cached |= new
+            return replace(super().generate(prompts, **how), generation_s=1.0 + len(new))
+
+    prompts = [replace(PROMPTS[0], id=str(i)) for i in range(24)]
+    config = replace(CONFIG, candidate_ks=(0, 1, 2, 3))
+    for switch in (None, lambda engine, k: None):
+        found = swept(lambda k: CachingEngine(k, defaultdict(float), []), config, prompts=prompts, switch=switch)
+        assert {point.speedup for point in found.points} == {1.0}
+        assert all(len({result.generation_s for result in each.values()}) == 1 for each in found.rounds)
 
 
 def test_drafting_that_is_switched_off_is_measured_in_the_engine_of_the_longest_drafts() -> None:
@@ -476,7 +497,7 @@ def _compared(greedy: list[float], calls: Any = None, into: Any = None) -> Tunin
     seconds = {DraftSampling.PROBABILISTIC: [9.0, 2.0, 4.0, 6.0], DraftSampling.GREEDY: [9.0, *greedy]}
 
     @contextmanager
-    def start(kind: DraftSampling) -> Iterator[Engines]:
+    def start(kind: DraftSampling) -> Iterator[TimedEngine]:
         made = ScriptedEngine(1 + (kind is DraftSampling.GREEDY), seconds[kind], calls)
         if into is not None:
             into.append(made)

@@ -112,3 +112,10 @@ def test_a_draft_that_is_the_policy_is_accepted_whole() -> None:
     policy = tables(1, 1.0)
     _, accepted = sampled(policy, policy, in_blocks=True)
     assert torch.equal(accepted, 1 + torch.arange(NUM) % LENGTH)
+
+
+def test_a_token_that_the_policy_never_samples_is_not_accepted_by_the_number_0() -> None:
+    target, draft = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[1.0, 0.0], [0.5, 0.5]])
+    zeros = torch.zeros(2, dtype=torch.float64)
+    accepted, after = verify_blocks(target, draft, torch.tensor([0, 1]), torch.tensor([2]), zeros, zeros[:1])
+    assert (accepted.tolist(), after.tolist()) == ([0], [1])

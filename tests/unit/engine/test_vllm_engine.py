@@ -93,7 +93,7 @@ class FakeLlm:
         core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=SimpleNamespace(vllm_config=runner)))
         self.llm_engine = SimpleNamespace(logger_manager=SimpleNamespace(stat_loggers=[]), engine_core=core)
 
-    is_v2 = False
+    is_v2, reset_prefix_cache = False, bool
 
     def collective_rpc(self, method: str) -> list[Any]:
         self.asked.append(method)

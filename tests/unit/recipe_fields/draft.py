@@ -166,7 +166,7 @@ class TimedEngine:
     """Takes a second with k=0, and 0.8 s with a draft; a rollout alone gains a token 1.05 times as fast with k=3."""
 
     def __init__(self, k: int, calls: list[Any]) -> None:
-        self.k, self.calls = k, calls
+        self.k, self.calls, self.forget = k, calls, lambda: None
 
     def generate(self, prompts: Sequence[Prompt], *, group_size: int, seed: int, **_: Any) -> GenerationResult:
         self.calls.append((self.k, len(prompts), group_size, seed))

@@ -14,7 +14,8 @@ from slipstream.config import ConfigError
 from slipstream.drafts.length import DraftLength
 from slipstream.drafts.methods import DraftSampling
 from slipstream.recipe import Recipe, load_recipe, parameters
-from slipstream.records.files import read_record
+from slipstream.records.files import read_record, write_record
+from slipstream.records.stages import DraftRecord
 from slipstream.records.steps import ArmRecord
 from slipstream.stages import train_grpo as stage
 from slipstream.stages.certify_losslessness import tuned_length
@@ -56,6 +57,17 @@ def test_arm_and_certificate_take_the_drafts_of_the_tuning_record(tmp_path: Path
     started: Any = plan.start_engine
     assert started.args[0].draft.sampling is DraftSampling.GREEDY
     assert tuned_length(recipe, tuned(tmp_path, k=0, sampling="greedy")).sampling is DraftSampling.GREEDY
+
+
+@pytest.mark.parametrize(("init", "known"), [("in_domain", None), ("general", 1.0 + 0.9 + 0.9 * 0.8)])
+def test_only_what_a_draft_reached_on_other_text_is_a_length_to_reach(
+    tmp_path: Path, init: str, known: float | None
+) -> None:
+    rates = {"num_parameters": 1, "elapsed_s": 1.0, "heldout_rate_by_position": (0.9, 0.8, 0.7)}
+    write_record(DraftRecord(method="eagle3", init=init, **rates), tmp_path / "draft.json")
+    recipe, length = load_recipe("tiny", overrides={"draft": {"init": init}}), DraftLength(num_speculative_tokens=2)
+    plan = stage.arm_plan(recipe, Arm.SPECULATIVE, policy=tmp_path, draft=tmp_path, length=length)
+    assert plan.draft_length == pytest.approx(known)
 
 
 def test_the_arms_of_both_loops_share_neither_node_nor_policy_nor_labels() -> None:

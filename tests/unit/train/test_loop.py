@@ -394,6 +394,11 @@ def test_acceptance_that_collapses_is_told_of_the_version_that_was_drawn_from() 
     with pytest.raises(AcceptanceCollapse, match="at policy version 2"):
         stepped(learner, replace(generated(2), acceptance=accepted(10**6, 100_000)), max_lag=1, guard=guard)
     assert learner.updates == []
+    # What is looked up is accepted less where an engine lost its memory: a resumed run of `suffix`, a replaced engine.
+    draft, own = NotingDraft(), group(PROMPTS[0], 2, policy_version=3)
+    draft.version = None
+    looked_up = GenerationResult(groups=(own,), acceptance=accepted(10**6, 100_000), generation_s=1.0)
+    assert stepped(learner, looked_up, draft=draft, guard=guard).acceptance == looked_up.acceptance
 
 
 def test_versions_are_kept_as_long_as_rollouts_of_later_steps_may_come_from_them() -> None:
