@@ -16,7 +16,7 @@ from slipstream.report.page import draw, render_page, report_json, write_report
 from slipstream.report.results import description, terminal_table
 from slipstream.report.sentences import accuracy_text, verdict
 from slipstream.report.summary import accuracy_difference, summarise, summarise_arms
-from slipstream.report.tables import accuracy_table, count_table
+from slipstream.report.tables import accuracy_table, count_table, speedup_table
 from slipstream.simulator.reference import read_reference
 from slipstream.types import Arm
 from tests.unit.report.handmade import (
@@ -124,6 +124,8 @@ def test_a_column_is_measured_or_quoted_never_both() -> None:
     quoted = re.findall(r'<td class="quoted">([^<]*)</td>', generation.group(1))
     assert measured == ["6.00", "5.10 to 7.20", "75 %", "3.00", "3.00 to 3.00", "60 %", "2.00x"]
     assert quoted == ["100.0", "56.6", "1.77x"]
+    speedups = speedup_table(summarise_arms(RECORD.arms), read_reference().workloads["rl_zero"])
+    assert [row.cells[-1] for row in speedups.rows] == ["1.77x", "", "1.41x", "", ""]
 
 
 @pytest.mark.parametrize(
