@@ -43,6 +43,7 @@ _BLOCKING = ("NoSchedule", "NoExecute")
 _SHARED = "ReadWriteMany"
 _WAITS = "WaitForFirstConsumer"
 _DRA = "resource.k8s.io"
+_OTHER_PODS = frozenset({"BestEffort", "Terminating"})  # scopes of quotas
 _EVERY_S = 1.0
 _PROBE_S = 120.0  # time of the pod that writes to the shared root
 _COLUMNS = 100
@@ -455,8 +456,12 @@ def _judge_class(api: Api, name: str) -> Judgement:
 
 
 def _judge_quota(api: Api, namespace: str, needed: Mapping[str, str]) -> Judgement:
-    """Find the quotas without room for a run; `cpu` bounds requests, and `limits.cpu` limits, which are equal."""
-    quotas, lacking = api.ask(api.core.list_namespaced_resource_quota, namespace).items, []
+    """Find the quotas without room for a run; `cpu` bounds requests, and `limits.cpu` limits, which are equal.
+
+    Pods of a run have requests and no deadline, so quotas of `_OTHER_PODS` do not bound them.
+    """
+    listed, lacking = api.ask(api.core.list_namespaced_resource_quota, namespace).items, []
+    quotas = [each for each in listed if not (each.spec and _OTHER_PODS.intersection(each.spec.scopes or ()))]
     for quota in quotas:
         hard, used = quota.status.hard or {}, quota.status.used or {}
         for name, most in sorted(hard.items()):

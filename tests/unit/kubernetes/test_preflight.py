@@ -139,6 +139,7 @@ OLD_DRIVER = {f"{CRDS}/{DRIVER}": fake.crd(DRIVER, "v1alpha1")}
         ({CLAIM: fake.claim("Pending"), CLASS: fake.storage_class("WaitForFirstConsumer")}, PROFILE),
         ({**KUEUE_KIND, LOCAL_QUEUE: ACTIVE, KUEUE: MAPPED}, BY_KUEUE),
         ({**VOLCANO_KIND, VOLCANO: (200, {"status": {"state": "Open"}})}, BY_VOLCANO),
+        ({f"GET {CORE}/resourcequotas": fake.quotas(({"pods": "0"}, {}), scopes=["BestEffort"])}, PROFILE),
     ],
 )
 def test_what_does_is_no_lack(answers: dict[str, Answer], profile: ClusterProfile) -> None:
