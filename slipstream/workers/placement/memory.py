@@ -46,6 +46,7 @@ WEIGHT_BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4, Dtype.AUTO: 4}
 _FLOAT32 = 4
 _TOKENIZER_SIZE = 64  # vocabulary of the character tokenizer of a policy from scratch
 _KEPT = ("weights", "base weights", "reference", "online draft", "refit")  # parts that an offloaded learner keeps
+_BENEATH = ("orthogonalization", "draft activations")  # counted beyond the activations, which have made room for them
 _CACHE = "KV cache"  # freed while an engine sleeps
 _STATES = ("weights", "base weights", "gradients", "optimizer", "reference")
 
@@ -133,8 +134,10 @@ class MemoryEstimate:
     def max_microbatch_tokens(self) -> int:
         """Tokens of the longest micro-batch that fits."""
         training = next(held for held in self.kinds.values() if "gradients" in held)
-        room = self.usable - sum(training.values()) + self.growing
-        return max(0, int(room * self.microbatch_tokens / self.growing))
+        room, beneath = self.usable - sum(training.values()), sum(training.get(part, 0.0) for part in _BENEATH)
+        if beneath and room < 0:  # a shorter one leaves as much
+            return 0
+        return max(0, int((room + beneath + self.growing) * self.microbatch_tokens / self.growing))
 
     @property
     def kv_tokens(self) -> int:
@@ -315,10 +318,11 @@ def online_draft_memory(shape: Shape, draft: DraftConfig, *, freed: float) -> di
     passes = draft.online_passes
     layer = 6 * hidden + 2 * heads + 2 * groups + 4 * shape.ffn_hidden_size
     rows, chunk = min(draft.eagle3.tokens_per_row, draft.online_tokens), draft.eagle3.loss_chunk_tokens
-    update = rows * (4 * hidden + passes * layer) + chunk * (1 + 3 * passes) * known
+    more = _FLOAT32 * (rows * (4 * hidden + passes * layer) + chunk * (1 + 3 * passes) * known) - freed
     return {
         "online draft": (trained + copies) * _FLOAT32,
-        "draft training": 3 * trained * _FLOAT32 + max(0.0, update * _FLOAT32 - freed),
+        "draft training": 3 * trained * _FLOAT32,
+        **({"draft activations": more} if more > 0 else {}),
     }
 
 

@@ -266,8 +266,9 @@ def test_a_draft_that_learns_beside_the_policy_holds_copies_of_its_tables_and_wh
     # 232 trained; embedding and output layer of 8*4. A token has its states 4*4, and a pass 6*4 + 2*4 + 2*2 + 4*6.
     found = memory.online_draft_memory(_tiny(), draft, freed=1000)
     assert found["online draft"] == 4 * (232 + 64)
-    assert found["draft training"] == 4 * 3 * 232 + 4 * (10 * (16 + 2 * 60) + 3 * 7 * 8) - 1000
-    assert memory.online_draft_memory(_tiny(), draft, freed=1e6)["draft training"] == 4 * 3 * 232
+    assert found["draft training"] == 4 * 3 * 232
+    assert found["draft activations"] == 4 * (10 * (16 + 2 * 60) + 3 * 7 * 8) - 1000
+    assert "draft activations" not in memory.online_draft_memory(_tiny(), draft, freed=1e6)
     cut = memory.online_draft_memory(_tiny(), draft_with(draft, eagle3={"vocab_size": 5}), freed=0)
     # 220 trained, with an output layer of 5*4; the policy's whole output layer, and its rows of the draft.
     assert cut["online draft"] == 4 * (220 + 64 + 20)
@@ -350,6 +351,17 @@ def test_a_split_gpu_has_the_engines_share_for_its_micro_batch_and_chunked_logit
     assert chunked.learner["logits"] == pytest.approx(together.learner["logits"] / 16)
     grown = sum((chunked.learner | chunked.engine).values()) - chunked.learner["activations"]
     assert chunked.max_microbatch_tokens == int((0.95 * 186e9 - grown) / (67_072 * 36))
+
+
+def test_the_longest_micro_batch_is_that_beside_a_draft_whose_update_needs_more_than_activations() -> None:
+    changes: dict[str, Any] = {"draft": {"online": {"when": "always"}}}
+    few = {"max_tokens_per_microbatch": 10_240, "recompute": "full", "logprob_chunk_tokens": 256}
+    longest = _estimate(**changes, learner=few).max_microbatch_tokens
+    for tokens, is_enough in ((longest, True), (longest + 1, False)):
+        found = _estimate(**changes, learner={**few, "max_tokens_per_microbatch": tokens})
+        assert (sum((found.learner | found.engine).values()) <= found.usable) is is_enough
+    none = replace(found, hardware=replace(found.hardware, memory_bytes=1.0))
+    assert none.max_microbatch_tokens == 0
 
 
 def test_a_run_in_turn_keeps_weights_beside_the_engine_and_no_cache_beside_the_learner() -> None:
