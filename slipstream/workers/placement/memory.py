@@ -203,7 +203,8 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
     """
     found = load_hardware(hardware)
     held = learner_memory(shape, learner, has_reference=has_reference, method=method, lora=lora)
-    if longest_k and draft.method is DraftMethod.EAGLE3 and draft.online.when is not DraftOnline.OFF:
+    learns_beside = longest_k > 0 and draft.online.when is not DraftOnline.OFF
+    if learns_beside and draft.method is DraftMethod.EAGLE3:
         held |= online_draft_memory(shape, draft, freed=held["activations"] + held["logits"])
     worker, per_token = engine_memory(shape, engine, gpu_bytes=found.memory_bytes, longest_k=longest_k, draft=draft)
     if layout.placement.mode is PlacementMode.COLOCATED:
@@ -220,7 +221,8 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
         max_model_len=engine.max_model_len,
         microbatch_tokens=learner.max_tokens_per_microbatch,
         growing=held["activations"] + (0.0 if chunked else held["logits"]),
-        refit_bytes=_served_bytes(shape, engine, WEIGHT_BYTES[learner.dtype]),
+        refit_bytes=_served_bytes(shape, engine, WEIGHT_BYTES[learner.dtype])
+        + (worker["draft"] * engine.tensor_parallel_size if learns_beside else 0.0),
         uncounted=f"draft.model {draft.model} is not at hand: its memory is not counted" if is_unknown else "",
     )
 

@@ -277,6 +277,7 @@ def test_a_draft_that_learns_beside_the_policy_holds_copies_of_its_tables_and_wh
 def test_the_plan_counts_an_online_draft_and_the_staging_of_a_refit_on_shared_gpus() -> None:
     plain, online = _estimate(), _estimate(draft={"online": {"when": "always"}})
     assert {"online draft", "draft training"} == online.learner.keys() - plain.learner.keys()
+    assert online.refit_bytes - plain.refit_bytes == online.engine["draft"]  # it is sent with the policy
     table = 151_936 * 4096 * 2
     assert (plain.learner["refit"], plain.engine["engine refit"]) == (3 * table, 2 * table)
     turns = _estimate(**IN_TURN, draft={"online": {"when": "always"}}).kinds
