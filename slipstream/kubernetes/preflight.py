@@ -47,7 +47,7 @@ _OTHER_PODS = frozenset({"BestEffort", "Terminating"})  # scopes of quotas
 _EVERY_S = 1.0
 _PROBE_S = 120.0  # time of the pod that writes to the shared root
 _COLUMNS = 100
-_ROOT = "shared root"
+_ROOT, _GPU_NODES, _OTHER_NODES = "shared root", "GPU nodes", "nodes for pods without GPUs"
 
 Judgement = tuple[str, str]
 """Words for what was found, and the fix if it is not enough."""
@@ -139,11 +139,11 @@ def require_pods(profile: ClusterProfile) -> None:
 
 
 def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[Finding]:
-    """Rows for nodes and for cluster-wide installations; none without GPUs."""
+    """Rows for nodes, and with GPUs for cluster-wide installations."""
     gpu = profile.gpu
+    yield from _nodes(api, profile, gpu)
     if gpu is None:
         return
-    yield from _nodes(api, profile, gpu)
     domain = [_DOMAIN] if gpu.channel_claim_template else []
     for name, version, provider in (_RAY, *domain, *([_QUEUES[profile.queue.scheduler]] if profile.queue else [])):
         judge = partial(_judge_crd, api, name, version, provider)
@@ -161,19 +161,32 @@ def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[Fi
         )
 
 
-def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes) -> Iterator[Finding]:
+def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes | None) -> Iterator[Finding]:
     """Rows for nodes of workers, of Ray's head and of other pods, from one list; one row if the list is refused."""
-    head = profile.head
-    assert head is not None
-    worker = pods.worker_amounts(gpu)
-    what, needed = "GPU nodes", f"{gpu.nodes} {_where(gpu)}, each {_listed(worker)}"
+    size = pods.amounts(profile.cpu)
     try:
         nodes = api.ask(api.core.list_node, label_selector=_selector(profile.labels)).items
     except Refusal as refusal:
+        what, needed = (_OTHER_NODES, _listed(size)) if gpu is None else (_GPU_NODES, _workers(gpu))
         yield refusal.finding(what, needed=needed, right="list nodes", absent="")
         return
+    if gpu is not None:
+        yield from _gpu_nodes(profile, gpu, nodes)
+    if gpu is None or not gpu.takes_cpu_pods:
+        others = [node for node in nodes if gpu is None or pods.PRODUCT not in _labels(node)]
+        reasons = [_unusable(node, _total(size), profile) for node in others]
+        leave = "set gpu.takes_cpu_pods in the profile and leave room for these pods"
+        fix = f"add one without GPUs, or {leave}" if gpu else "add one, or ask for less as cpu of the profile"
+        yield _room(_OTHER_NODES, _listed(size), reasons, fix)
+
+
+def _gpu_nodes(profile: ClusterProfile, gpu: GpuNodes, nodes: Sequence[Any]) -> Iterator[Finding]:
+    """Rows for nodes of workers, and of Ray's head."""
+    head = profile.head
+    assert head is not None
+    worker = pods.worker_amounts(gpu)
     found, fix = _judge_nodes(profile, gpu, _total(worker), nodes)
-    yield Finding.of(what, found=found, needed=needed, fix=fix)
+    yield Finding.of(_GPU_NODES, found=found, needed=_workers(gpu), fix=fix)
     alone = _total(pods.amounts(head), pods.amounts(pods.SUBMITTER))
     beside = _total(pods.amounts(head), pods.amounts(pods.SUBMITTER), worker)
     able = [node for node in nodes if _labels(node).get(_ARCHITECTURE) == gpu.architecture.value]
@@ -186,14 +199,10 @@ def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes) -> Iterator[Finding
         ],
         "smaller sizes of head and gpu.pod in the profile, or one more node of the architecture",
     )
-    if not gpu.takes_cpu_pods:
-        others = [node for node in nodes if pods.PRODUCT not in _labels(node)]
-        yield _room(
-            "nodes for pods without GPUs",
-            _listed(pods.amounts(profile.cpu)),
-            [_unusable(node, _total(pods.amounts(profile.cpu)), profile) for node in others],
-            "add one without GPUs, or set gpu.takes_cpu_pods in the profile and leave room for these pods",
-        )
+
+
+def _workers(gpu: GpuNodes) -> str:
+    return f"{gpu.nodes} {_where(gpu)}, each {_listed(pods.worker_amounts(gpu))}"
 
 
 def _room(what: str, needed: str, reasons: Sequence[str], fix: str) -> Finding:

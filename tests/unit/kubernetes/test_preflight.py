@@ -352,8 +352,10 @@ def test_the_probe_is_a_small_pod_of_a_task_without_the_servers_credentials() ->
 
 
 def test_a_cluster_without_gpus_is_asked_for_none() -> None:
-    what = [row.what for row in found(fake.whole_cluster(), read_profile("cpu"), image=None).findings]
-    assert what[0].startswith("volume claim ")
+    small = fake.found("NodeList", items=[fake.other_node(cpu="3")])
+    record = found(fake.whole_cluster({NODES: small}), read_profile("cpu"), image=None)
+    what = [row.what for row in record.findings]
+    assert missing(record)[0].fix == "add one, or ask for less as cpu of the profile"
     of_gpus = ("pod ", "custom ", "GPU ", "claim template")
     assert [name for name in what if name.startswith(of_gpus)] == ["pod cpu, dry run"]
 
