@@ -47,7 +47,7 @@ _OTHER_PODS = frozenset({"BestEffort", "Terminating"})  # scopes of quotas
 _EVERY_S = 1.0
 _PROBE_S = 120.0  # time of the pod that writes to the shared root
 _COLUMNS = 100
-_ROOT, _GPU_NODES, _OTHER_NODES = "shared root", "GPU nodes", "nodes for pods without GPUs"
+_ROOT = "shared root"
 
 Judgement = tuple[str, str]
 """Words for what was found, and the fix if it is not enough."""
@@ -163,21 +163,19 @@ def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[Fi
 
 def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes | None) -> Iterator[Finding]:
     """Rows for nodes of workers, of Ray's head and of other pods, from one list; one row if the list is refused."""
-    size = pods.amounts(profile.cpu)
     try:
         nodes = api.ask(api.core.list_node, label_selector=_selector(profile.labels)).items
     except Refusal as refusal:
-        what, needed = (_OTHER_NODES, _listed(size)) if gpu is None else (_GPU_NODES, _workers(gpu))
-        yield refusal.finding(what, needed=needed, right="list nodes", absent="")
+        yield refusal.finding("nodes", needed=_listed(run_quota(profile)), right="list nodes", absent="")
         return
     if gpu is not None:
         yield from _gpu_nodes(profile, gpu, nodes)
     if gpu is None or not gpu.takes_cpu_pods:
         others = [node for node in nodes if gpu is None or pods.PRODUCT not in _labels(node)]
-        reasons = [_unusable(node, _total(size), profile) for node in others]
-        leave = "set gpu.takes_cpu_pods in the profile and leave room for these pods"
-        fix = f"add one without GPUs, or {leave}" if gpu else "add one, or ask for less as cpu of the profile"
-        yield _room(_OTHER_NODES, _listed(size), reasons, fix)
+        reasons = [_unusable(node, _total(pods.amounts(profile.cpu)), profile) for node in others]
+        or_else = "set gpu.takes_cpu_pods and leave room for these pods" if gpu else "lower the profile's cpu"
+        needed = _listed(pods.amounts(profile.cpu))
+        yield _room("nodes for pods without GPUs", needed, reasons, f"add one without GPUs, or {or_else}")
 
 
 def _gpu_nodes(profile: ClusterProfile, gpu: GpuNodes, nodes: Sequence[Any]) -> Iterator[Finding]:
@@ -185,8 +183,9 @@ def _gpu_nodes(profile: ClusterProfile, gpu: GpuNodes, nodes: Sequence[Any]) -> 
     head = profile.head
     assert head is not None
     worker = pods.worker_amounts(gpu)
+    needed = f"{gpu.nodes} {_where(gpu)}, each {_listed(worker)}"
     found, fix = _judge_nodes(profile, gpu, _total(worker), nodes)
-    yield Finding.of(_GPU_NODES, found=found, needed=_workers(gpu), fix=fix)
+    yield Finding.of("GPU nodes", found=found, needed=needed, fix=fix)
     alone = _total(pods.amounts(head), pods.amounts(pods.SUBMITTER))
     beside = _total(pods.amounts(head), pods.amounts(pods.SUBMITTER), worker)
     able = [node for node in nodes if _labels(node).get(_ARCHITECTURE) == gpu.architecture.value]
@@ -199,10 +198,6 @@ def _gpu_nodes(profile: ClusterProfile, gpu: GpuNodes, nodes: Sequence[Any]) -> 
         ],
         "smaller sizes of head and gpu.pod in the profile, or one more node of the architecture",
     )
-
-
-def _workers(gpu: GpuNodes) -> str:
-    return f"{gpu.nodes} {_where(gpu)}, each {_listed(pods.worker_amounts(gpu))}"
 
 
 def _room(what: str, needed: str, reasons: Sequence[str], fix: str) -> Finding:
@@ -311,11 +306,8 @@ def run_quota(profile: ClusterProfile) -> dict[str, str]:
     if gpu is None or head is None:
         return {**pods.amounts(profile.cpu), "pods": "1"}
     sizes = [*[gpu.pod] * gpu.nodes, head, pods.SUBMITTER]
-    together = PodSize(
-        cpus=sum(size.cpus for size in sizes),
-        memory_gib=sum(size.memory_gib for size in sizes),
-        ephemeral_storage_gib=sum(size.ephemeral_storage_gib for size in sizes),
-    )
+    names = ("cpus", "memory_gib", "ephemeral_storage_gib")
+    together = PodSize(**{name: sum(getattr(size, name) for size in sizes) for name in names})
     extended = {pods.GPU: gpu.gpus_per_node, **gpu.rdma_resources}
     more = {**{name: gpu.nodes * count for name, count in extended.items()}, "pods": len(sizes)}
     return {**pods.amounts(together), **{name: str(count) for name, count in more.items()}}

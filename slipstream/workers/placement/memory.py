@@ -54,8 +54,9 @@ _STATES = ("weights", "base weights", "gradients", "optimizer", "reference")
 def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Architecture | ModelShape | None:
     """Look up the policy's shape; None for a model of the hub without a data file."""
     if policy.scratch is not None:
-        own = Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0)
-        return own.extended(policy.rope)
+        return Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0).extended(
+            policy.rope
+        )
     path = Path(policy.model)
     if (path / "config.json").is_file():
         return Architecture.from_hf(path).extended(policy.rope)
@@ -135,9 +136,8 @@ class MemoryEstimate:
         """Tokens of the longest micro-batch that fits."""
         training = next(held for held in self.kinds.values() if "gradients" in held)
         room, beneath = self.usable - sum(training.values()), sum(training.get(part, 0.0) for part in _BENEATH)
-        if beneath and room < 0:  # a shorter one leaves as much
-            return 0
-        return max(0, int((room + beneath + self.growing) * self.microbatch_tokens / self.growing))
+        longest = int((room + beneath + self.growing) * self.microbatch_tokens / self.growing)
+        return 0 if beneath and room < 0 else max(0, longest)  # beside what is beneath a shorter one leaves as much
 
     @property
     def kv_tokens(self) -> int:
@@ -203,14 +203,14 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
     """
     found = load_hardware(hardware)
     held = learner_memory(shape, learner, has_reference=has_reference, method=method, lora=lora)
-    learns_beside = longest_k > 0 and draft.online.when is not DraftOnline.OFF
-    if learns_beside and draft.method is DraftMethod.EAGLE3:
+    learns = longest_k > 0 and draft.online.when is not DraftOnline.OFF
+    if learns and draft.method is DraftMethod.EAGLE3:
         held |= online_draft_memory(shape, draft, freed=held["activations"] + held["logits"])
     worker, per_token = engine_memory(shape, engine, gpu_bytes=found.memory_bytes, longest_k=longest_k, draft=draft)
     if layout.placement.mode is PlacementMode.COLOCATED:
         largest = shape.vocab_size * shape.hidden_size * WEIGHT_BYTES[learner.dtype]
         held["refit"], worker["engine refit"] = 3 * largest, 2 * largest
-    chunked = learner.logprob_chunk_tokens is not None
+    chunked, tensor = learner.logprob_chunk_tokens is not None, layout.engine_tensor
     is_unknown = draft.method is DraftMethod.DRAFT_MODEL and _draft_model(shape, draft) is None
     return MemoryEstimate(
         hardware=found,
@@ -221,8 +221,7 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
         max_model_len=engine.max_model_len,
         microbatch_tokens=learner.max_tokens_per_microbatch,
         growing=held["activations"] + (0.0 if chunked else held["logits"]),
-        refit_bytes=_served_bytes(shape, engine, WEIGHT_BYTES[learner.dtype])
-        + (worker["draft"] * engine.tensor_parallel_size if learns_beside else 0.0),
+        refit_bytes=_served_bytes(shape, engine, WEIGHT_BYTES[learner.dtype]) + learns * worker["draft"] * tensor,
         uncounted=f"draft.model {draft.model} is not at hand: its memory is not counted" if is_unknown else "",
     )
 
@@ -441,8 +440,7 @@ def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, 
             parameters = 3 * hidden * hidden + num_layers * layer + hidden * (known or shape.vocab_size)
             return parameters, _cached_elements(shape, num_layers, tensor)
         case DraftMethod.DRAFT_MODEL:
-            small = _draft_model(shape, config)
-            if small is None:
+            if (small := _draft_model(shape, config)) is None:
                 return 0.0, 0.0
             return num_parameters(small), _cached_elements(small, small.num_layers, tensor)
         case DraftMethod.NGRAM | DraftMethod.SUFFIX | DraftMethod.HISTORY:  # looked up on the host

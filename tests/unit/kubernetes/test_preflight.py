@@ -236,7 +236,7 @@ def test_a_server_that_refuses_everything_gives_a_row_a_check_and_no_traceback()
 def test_a_silent_server_is_waited_for_once_a_check_and_no_server_at_all_is_a_finding() -> None:
     cluster = fake.whole_cluster({NODES: HANGS})
     record = found(cluster, timeout_s=0.5)
-    assert not_fine(record) == [("GPU nodes", State.MISSING)]
+    assert not_fine(record) == [("nodes", State.MISSING)]
     assert record.findings[0].found == "no answer within 0.5 s"
     assert len(asked(cluster, NODES)) == 1
     with fake.serving(fake.whole_cluster()) as (api, _):
@@ -355,7 +355,7 @@ def test_a_cluster_without_gpus_is_asked_for_none() -> None:
     small = fake.found("NodeList", items=[fake.other_node(cpu="3")])
     record = found(fake.whole_cluster({NODES: small}), read_profile("cpu"), image=None)
     what = [row.what for row in record.findings]
-    assert missing(record)[0].fix == "add one, or ask for less as cpu of the profile"
+    assert missing(record)[0].fix == "add one without GPUs, or lower the profile's cpu"
     of_gpus = ("pod ", "custom ", "GPU ", "claim template")
     assert [name for name in what if name.startswith(of_gpus)] == ["pod cpu, dry run"]
 
