@@ -61,7 +61,9 @@ def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Arch
     if (path / "config.json").is_file():
         return Architecture.from_hf(path).extended(policy.rope)
     published = None if simulator is None else load_model(simulator.model)
-    return None if published is None or published.num_experts else published
+    if published is None or published.num_experts or published.name.lower() not in policy.model.lower():
+        return None
+    return published
 
 
 def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, engine_tensor: int) -> None:

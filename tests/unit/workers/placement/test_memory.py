@@ -423,7 +423,9 @@ def test_a_mixture_of_experts_is_placed_without_its_memory(tmp_path: Path) -> No
 def test_without_gpus_known_hardware_or_a_dense_shape_nothing_is_estimated() -> None:
     assert load_recipe("tiny").memory() is None
     assert load_recipe("qwen3_8b", overrides={"simulator": None}).memory() is None
-    assert load_recipe("qwen3_8b", overrides={"simulator": {"model": "qwen3-30b-a3b"}}).memory() is None
+    for others in ({"simulator": {"model": "qwen3-30b-a3b"}}, {"policy": {"model": "Qwen/Qwen3-0.6B"}}):
+        assert load_recipe("qwen3_8b", overrides=others).memory() is None
+    assert load_recipe("qwen3_8b", overrides={"policy": {"model": "own/qwen3-8b-tuned"}}).memory() is not None
 
 
 def _lines(**changes: Any) -> list[str]:
