@@ -504,7 +504,7 @@ def memory_text(found: MemoryEstimate, channel: Channel) -> str:
         f"{_gb(found.refit_bytes * layout.num_engines)} GB in all, by {channel.value}",
     ]
     if layout.placement.takes_turns:
-        hosted = found.learner["optimizer"]
+        hosted = found.learner["optimizer"] + 2 / 3 * found.learner.get("draft training", 0.0)  # a draft's moments
         lines.append(
             f"while engines generate, {_gb(hosted)} GB of each GPU's optimizer wait in host memory: "
             f"{_gb(hosted * layout.placement.gpus_per_node)} GB a node"

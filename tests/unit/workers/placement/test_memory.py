@@ -460,6 +460,8 @@ def test_memory_that_is_had_in_turn_has_a_column_for_each_turn() -> None:
         "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
         "while engines generate, 3.1 GB of each GPU's optimizer wait in host memory: 12.3 GB a node",
     ]
+    beside = _lines(**IN_TURN, draft={"online": {"when": "always"}})[-1]  # two moments of a draft of 0.4 B
+    assert beside == "while engines generate, 6.3 GB of each GPU's optimizer wait in host memory: 25.1 GB a node"
 
 
 def test_memory_of_split_gpus_has_a_column_for_each_kind() -> None:
