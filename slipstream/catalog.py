@@ -186,7 +186,7 @@ def load_model(name: str) -> ModelShape:
 
 
 class SimulatorConfig(Checked, path="simulator"):
-    """Sections of configs/sim/models.yaml and configs/sim/hardware.yaml, which only the projection reads."""
+    """Sections of configs/sim/models.yaml and configs/sim/hardware.yaml, for the projection and the memory of GPUs."""
 
     model: str
     """Section of configs/sim/models.yaml with the policy's shape."""

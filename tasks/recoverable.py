@@ -25,7 +25,7 @@ from slipstream import logs
 from slipstream.stages.context import RunContext
 from slipstream.stages.failures import HUB, explained, transient
 from tasks.live_deck import shown_while_it_runs
-from tasks.resources import runs_locally
+from tasks.resources import RETRIES, runs_locally
 
 logger = logging.getLogger(__name__)
 
@@ -83,9 +83,9 @@ def _context_of(inputs: Mapping[str, object]) -> RunContext | None:
 
 
 def _backoff_s() -> float:
-    """Time before Flyte starts the next attempt, which it does at once: 0 on one machine, 1 and 5 minutes in pods."""
-    attempt = os.environ.get("FLYTE_ATTEMPT_NUMBER")
-    return 60.0 * 5 ** min(int(attempt), 1) if attempt else 0.0
+    """Time before Flyte starts the next attempt, which it does at once: in pods 1 and 5 minutes, 0 after the last."""
+    attempt = int(os.environ.get("FLYTE_ATTEMPT_NUMBER") or RETRIES)  # no number on one machine, which tries once
+    return 60.0 * 5**attempt if attempt < RETRIES else 0.0
 
 
 @contextmanager

@@ -43,6 +43,7 @@ _BLOCKING = ("NoSchedule", "NoExecute")
 _SHARED = "ReadWriteMany"
 _WAITS = "WaitForFirstConsumer"
 _DRA = "resource.k8s.io"
+_OTHER_PODS = frozenset({"BestEffort", "Terminating"})  # scopes of quotas
 _EVERY_S = 1.0
 _PROBE_S = 120.0  # time of the pod that writes to the shared root
 _COLUMNS = 100
@@ -138,11 +139,11 @@ def require_pods(profile: ClusterProfile) -> None:
 
 
 def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[Finding]:
-    """Rows for nodes and for cluster-wide installations; none without GPUs."""
+    """Rows for nodes, and with GPUs for cluster-wide installations."""
     gpu = profile.gpu
+    yield from _nodes(api, profile, gpu)
     if gpu is None:
         return
-    yield from _nodes(api, profile, gpu)
     domain = [_DOMAIN] if gpu.channel_claim_template else []
     for name, version, provider in (_RAY, *domain, *([_QUEUES[profile.queue.scheduler]] if profile.queue else [])):
         judge = partial(_judge_crd, api, name, version, provider)
@@ -160,19 +161,31 @@ def _installed(api: Api, profile: ClusterProfile, namespace: str) -> Iterator[Fi
         )
 
 
-def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes) -> Iterator[Finding]:
+def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes | None) -> Iterator[Finding]:
     """Rows for nodes of workers, of Ray's head and of other pods, from one list; one row if the list is refused."""
-    head = profile.head
-    assert head is not None
-    worker = pods.worker_amounts(gpu)
-    what, needed = "GPU nodes", f"{gpu.nodes} {_where(gpu)}, each {_listed(worker)}"
     try:
         nodes = api.ask(api.core.list_node, label_selector=_selector(profile.labels)).items
     except Refusal as refusal:
-        yield refusal.finding(what, needed=needed, right="list nodes", absent="")
+        yield refusal.finding("nodes", needed=_listed(run_quota(profile)), right="list nodes", absent="")
         return
+    if gpu is not None:
+        yield from _gpu_nodes(profile, gpu, nodes)
+    if gpu is None or not gpu.takes_cpu_pods:
+        others = [node for node in nodes if gpu is None or pods.PRODUCT not in _labels(node)]
+        reasons = [_unusable(node, _total(pods.amounts(profile.cpu)), profile) for node in others]
+        or_else = "set gpu.takes_cpu_pods and leave room for these pods" if gpu else "lower the profile's cpu"
+        needed = _listed(pods.amounts(profile.cpu))
+        yield _room("nodes for pods without GPUs", needed, reasons, f"add one without GPUs, or {or_else}")
+
+
+def _gpu_nodes(profile: ClusterProfile, gpu: GpuNodes, nodes: Sequence[Any]) -> Iterator[Finding]:
+    """Rows for nodes of workers, and of Ray's head."""
+    head = profile.head
+    assert head is not None
+    worker = pods.worker_amounts(gpu)
+    needed = f"{gpu.nodes} {_where(gpu)}, each {_listed(worker)}"
     found, fix = _judge_nodes(profile, gpu, _total(worker), nodes)
-    yield Finding.of(what, found=found, needed=needed, fix=fix)
+    yield Finding.of("GPU nodes", found=found, needed=needed, fix=fix)
     alone = _total(pods.amounts(head), pods.amounts(pods.SUBMITTER))
     beside = _total(pods.amounts(head), pods.amounts(pods.SUBMITTER), worker)
     able = [node for node in nodes if _labels(node).get(_ARCHITECTURE) == gpu.architecture.value]
@@ -185,14 +198,6 @@ def _nodes(api: Api, profile: ClusterProfile, gpu: GpuNodes) -> Iterator[Finding
         ],
         "smaller sizes of head and gpu.pod in the profile, or one more node of the architecture",
     )
-    if not gpu.takes_cpu_pods:
-        others = [node for node in nodes if pods.PRODUCT not in _labels(node)]
-        yield _room(
-            "nodes for pods without GPUs",
-            _listed(pods.amounts(profile.cpu)),
-            [_unusable(node, _total(pods.amounts(profile.cpu)), profile) for node in others],
-            "add one without GPUs, or set gpu.takes_cpu_pods in the profile and leave room for these pods",
-        )
 
 
 def _room(what: str, needed: str, reasons: Sequence[str], fix: str) -> Finding:
@@ -301,11 +306,8 @@ def run_quota(profile: ClusterProfile) -> dict[str, str]:
     if gpu is None or head is None:
         return {**pods.amounts(profile.cpu), "pods": "1"}
     sizes = [*[gpu.pod] * gpu.nodes, head, pods.SUBMITTER]
-    together = PodSize(
-        cpus=sum(size.cpus for size in sizes),
-        memory_gib=sum(size.memory_gib for size in sizes),
-        ephemeral_storage_gib=sum(size.ephemeral_storage_gib for size in sizes),
-    )
+    names = ("cpus", "memory_gib", "ephemeral_storage_gib")
+    together = PodSize(**{name: sum(getattr(size, name) for size in sizes) for name in names})
     extended = {pods.GPU: gpu.gpus_per_node, **gpu.rdma_resources}
     more = {**{name: gpu.nodes * count for name, count in extended.items()}, "pods": len(sizes)}
     return {**pods.amounts(together), **{name: str(count) for name, count in more.items()}}
@@ -455,8 +457,12 @@ def _judge_class(api: Api, name: str) -> Judgement:
 
 
 def _judge_quota(api: Api, namespace: str, needed: Mapping[str, str]) -> Judgement:
-    """Find the quotas without room for a run; `cpu` bounds requests, and `limits.cpu` limits, which are equal."""
-    quotas, lacking = api.ask(api.core.list_namespaced_resource_quota, namespace).items, []
+    """Find the quotas without room for a run; `cpu` bounds requests, and `limits.cpu` limits, which are equal.
+
+    Pods of a run have requests and no deadline, so quotas of `_OTHER_PODS` do not bound them.
+    """
+    listed, lacking = api.ask(api.core.list_namespaced_resource_quota, namespace).items, []
+    quotas = [each for each in listed if not (each.spec and _OTHER_PODS.intersection(each.spec.scopes or ()))]
     for quota in quotas:
         hard, used = quota.status.hard or {}, quota.status.used or {}
         for name, most in sorted(hard.items()):

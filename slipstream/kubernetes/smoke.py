@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from slipstream.kubernetes.flyte_admin import FlyteAdmin, State, optional_number, texts
+from slipstream.config import ConfigError
+from slipstream.kubernetes.flyte_admin import FlyteAdmin, FlyteError, State, optional_number, texts
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ def smoke(
 ) -> list[tuple[bool, str, str]]:
     """Launch every case one after the other; return whether it held, its name, and what was seen.
 
+    While an execution runs, an answer that does not come is asked for again; at its end that is what was seen.
+
     Args:
         delete_pod: deletes the pod of an execution's node, and returns False while there is none; None deletes none.
         tracked: returns the status of an execution's MLflow run; None leaves it unchecked.
@@ -72,22 +75,29 @@ def smoke(
     for case in CASES:
         name = flyte.launch(case.plan, version, case.inputs)
         logger.info("smoke: %s: %s is execution %s", case.what, case.plan, name)
-        lost, due_s = False, now_s() + timeout_s
-        while (state := flyte.execution(name)) is None or not state.has_ended:
-            if now_s() > due_s:
-                flyte.terminate(name, f"smoke test: no end after {timeout_s:g} s")
-                break
-            if case.lost and not lost and delete_pod is not None:
-                runs = any(each.name == case.lost and each.phase == "RUNNING" for each in flyte.nodes(name))
-                lost = runs and delete_pod(name, case.lost)
+        lost, due_s, state = False, now_s() + timeout_s, None
+        while now_s() <= due_s:
+            try:
+                if (state := flyte.execution(name)) is not None and state.has_ended:
+                    break
+                if case.lost and not lost and delete_pod is not None:
+                    runs = any(each.name == case.lost and each.phase == "RUNNING" for each in flyte.nodes(name))
+                    lost = runs and delete_pod(name, case.lost)
+            except FlyteError as error:
+                logger.warning("smoke: %s", error)
             sleep(_EVERY_S)
-        found = _faults(flyte, case, name, state, lost=lost, deletes=delete_pod is not None)
-        if case.deck and state is not None and state.phase == case.phase:
-            parent, node = case.deck
-            has_deck = any(each.deck for each in flyte.nodes(name, parent=parent) if each.name.endswith(node))
-            found += [] if has_deck else [f"no deck of {node}"]
-            status = tracked(name) if tracked is not None else "FINISHED"
-            found += [] if status == "FINISHED" else [f"its MLflow run is {status}"]
+        try:
+            if state is None or not state.has_ended:
+                flyte.terminate(name, f"smoke test: no end after {timeout_s:g} s")
+            found = _faults(flyte, case, name, state, lost=lost, deletes=delete_pod is not None)
+            if case.deck and state is not None and state.phase == case.phase:
+                parent, node = case.deck
+                has_deck = any(each.deck for each in flyte.nodes(name, parent=parent) if each.name.endswith(node))
+                found += [] if has_deck else [f"no deck of {node}"]
+                status = tracked(name) if tracked is not None else "FINISHED"
+                found += [] if status == "FINISHED" else [f"its MLflow run is {status}"]
+        except (RuntimeError, ConfigError) as error:  # of Flyte and MLflow
+            found = [str(error)]
         rows.append((not found, case.what, "; ".join([f"{case.plan} {name}", *found])))
     return rows
 

@@ -46,6 +46,7 @@ WEIGHT_BYTES = {Dtype.BFLOAT16: 2, Dtype.FLOAT32: 4, Dtype.AUTO: 4}
 _FLOAT32 = 4
 _TOKENIZER_SIZE = 64  # vocabulary of the character tokenizer of a policy from scratch
 _KEPT = ("weights", "base weights", "reference", "online draft", "refit")  # parts that an offloaded learner keeps
+_BENEATH = ("orthogonalization", "draft activations")  # counted beyond the activations, which have made room for them
 _CACHE = "KV cache"  # freed while an engine sleeps
 _STATES = ("weights", "base weights", "gradients", "optimizer", "reference")
 
@@ -53,13 +54,16 @@ _STATES = ("weights", "base weights", "gradients", "optimizer", "reference")
 def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Architecture | ModelShape | None:
     """Look up the policy's shape; None for a model of the hub without a data file."""
     if policy.scratch is not None:
-        own = Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0)
-        return own.extended(policy.rope)
+        return Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0).extended(
+            policy.rope
+        )
     path = Path(policy.model)
     if (path / "config.json").is_file():
         return Architecture.from_hf(path).extended(policy.rope)
     published = None if simulator is None else load_model(simulator.model)
-    return None if published is None or published.num_experts else published
+    if published is None or published.num_experts or published.name.lower() not in policy.model.lower():
+        return None
+    return published
 
 
 def require_even(shape: Architecture | ModelShape, parallel: ParallelConfig, *, engine_tensor: int) -> None:
@@ -133,8 +137,9 @@ class MemoryEstimate:
     def max_microbatch_tokens(self) -> int:
         """Tokens of the longest micro-batch that fits."""
         training = next(held for held in self.kinds.values() if "gradients" in held)
-        room = self.usable - sum(training.values()) + self.growing
-        return max(0, int(room * self.microbatch_tokens / self.growing))
+        room, beneath = self.usable - sum(training.values()), sum(training.get(part, 0.0) for part in _BENEATH)
+        longest = int((room + beneath + self.growing) * self.microbatch_tokens / self.growing)
+        return 0 if beneath and room < 0 else max(0, longest)  # beside what is beneath a shorter one leaves as much
 
     @property
     def kv_tokens(self) -> int:
@@ -200,13 +205,14 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
     """
     found = load_hardware(hardware)
     held = learner_memory(shape, learner, has_reference=has_reference, method=method, lora=lora)
-    if longest_k and draft.method is DraftMethod.EAGLE3 and draft.online.when is not DraftOnline.OFF:
+    learns = longest_k > 0 and draft.online.when is not DraftOnline.OFF
+    if learns and draft.method is DraftMethod.EAGLE3:
         held |= online_draft_memory(shape, draft, freed=held["activations"] + held["logits"])
     worker, per_token = engine_memory(shape, engine, gpu_bytes=found.memory_bytes, longest_k=longest_k, draft=draft)
     if layout.placement.mode is PlacementMode.COLOCATED:
         largest = shape.vocab_size * shape.hidden_size * WEIGHT_BYTES[learner.dtype]
         held["refit"], worker["engine refit"] = 3 * largest, 2 * largest
-    chunked = learner.logprob_chunk_tokens is not None
+    chunked, tensor = learner.logprob_chunk_tokens is not None, layout.engine_tensor
     is_unknown = draft.method is DraftMethod.DRAFT_MODEL and _draft_model(shape, draft) is None
     return MemoryEstimate(
         hardware=found,
@@ -217,7 +223,7 @@ def estimate(  # noqa: PLR0913  # one parameter for each section of the recipe t
         max_model_len=engine.max_model_len,
         microbatch_tokens=learner.max_tokens_per_microbatch,
         growing=held["activations"] + (0.0 if chunked else held["logits"]),
-        refit_bytes=_served_bytes(shape, engine, WEIGHT_BYTES[learner.dtype]),
+        refit_bytes=_served_bytes(shape, engine, WEIGHT_BYTES[learner.dtype]) + learns * worker["draft"] * tensor,
         uncounted=f"draft.model {draft.model} is not at hand: its memory is not counted" if is_unknown else "",
     )
 
@@ -315,10 +321,11 @@ def online_draft_memory(shape: Shape, draft: DraftConfig, *, freed: float) -> di
     passes = draft.online_passes
     layer = 6 * hidden + 2 * heads + 2 * groups + 4 * shape.ffn_hidden_size
     rows, chunk = min(draft.eagle3.tokens_per_row, draft.online_tokens), draft.eagle3.loss_chunk_tokens
-    update = rows * (4 * hidden + passes * layer) + chunk * (1 + 3 * passes) * known
+    more = _FLOAT32 * (rows * (4 * hidden + passes * layer) + chunk * (1 + 3 * passes) * known) - freed
     return {
         "online draft": (trained + copies) * _FLOAT32,
-        "draft training": 3 * trained * _FLOAT32 + max(0.0, update * _FLOAT32 - freed),
+        "draft training": 3 * trained * _FLOAT32,
+        **({"draft activations": more} if more > 0 else {}),
     }
 
 
@@ -435,8 +442,7 @@ def draft_sizes(shape: Shape, config: DraftConfig, tensor: int) -> tuple[float, 
             parameters = 3 * hidden * hidden + num_layers * layer + hidden * (known or shape.vocab_size)
             return parameters, _cached_elements(shape, num_layers, tensor)
         case DraftMethod.DRAFT_MODEL:
-            small = _draft_model(shape, config)
-            if small is None:
+            if (small := _draft_model(shape, config)) is None:
                 return 0.0, 0.0
             return num_parameters(small), _cached_elements(small, small.num_layers, tensor)
         case DraftMethod.NGRAM | DraftMethod.SUFFIX | DraftMethod.HISTORY:  # looked up on the host
@@ -498,7 +504,7 @@ def memory_text(found: MemoryEstimate, channel: Channel) -> str:
         f"{_gb(found.refit_bytes * layout.num_engines)} GB in all, by {channel.value}",
     ]
     if layout.placement.takes_turns:
-        hosted = found.learner["optimizer"]
+        hosted = found.learner["optimizer"] + 2 / 3 * found.learner.get("draft training", 0.0)  # a draft's moments
         lines.append(
             f"while engines generate, {_gb(hosted)} GB of each GPU's optimizer wait in host memory: "
             f"{_gb(hosted * layout.placement.gpus_per_node)} GB a node"

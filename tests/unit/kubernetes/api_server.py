@@ -5,7 +5,7 @@ Shapes: Kubernetes 1.34's API reference, KubeRay 1.5 and NVIDIA's DRA driver 25.
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -113,9 +113,10 @@ def api_groups(*groups: str) -> Answer:
     return 200, {"kind": "APIGroupList", "apiVersion": "v1", "groups": items}
 
 
-def quotas(*items: tuple[dict[str, str], dict[str, str]]) -> Answer:
+def quotas(*items: tuple[dict[str, str], dict[str, str]], scopes: Sequence[str] = ()) -> Answer:
     """Pairs of (hard, used)."""
-    listed = [{"metadata": {"name": "team"}, "status": {"hard": hard, "used": used}} for hard, used in items]
+    own = {"metadata": {"name": "team"}, "spec": {"scopes": list(scopes)}}
+    listed = [{**own, "status": {"hard": hard, "used": used}} for hard, used in items]
     return found("ResourceQuotaList", items=listed)
 
 

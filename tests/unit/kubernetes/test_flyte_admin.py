@@ -190,6 +190,23 @@ def test_a_smoke_test_launches_every_case_watches_it_and_says_what_held() -> Non
         ParseDict(body, execution_pb2.ExecutionCreateRequest())
 
 
+def test_a_smoke_test_outlives_answers_that_do_not_come_and_runs_that_nobody_tracked() -> None:
+    cluster = kept("RUNNING", outputs=("projection", "findings", "report"))
+    polled, ended = f"GET {API}/executions/{OF}/e", kept("SUCCEEDED").answers
+
+    def wait(_: float) -> None:  # one poll sees it run, the next one nothing
+        is_silent = cluster.answers[polled][0] == 503
+        cluster.answers[polled] = ended[polled] if is_silent else status(503, "admin restarts")
+
+    def untracked(name: str) -> str:
+        raise ConfigError(f"runs must name executions, got {name}")
+
+    with serving(cluster) as (_, address):
+        rows = smoke(at(address), "v1", tracked=untracked, sleep=wait)
+    assert [held for held, *_ in rows] == [True, True, False, False]
+    assert "runs must name executions, got e" in rows[3][2]
+
+
 def test_an_execution_that_does_not_end_is_terminated() -> None:
     cluster, times = kept("RUNNING"), iter(range(0, 10**6, 50))
     with serving(cluster) as (_, address):

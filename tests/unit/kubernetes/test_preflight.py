@@ -139,6 +139,7 @@ OLD_DRIVER = {f"{CRDS}/{DRIVER}": fake.crd(DRIVER, "v1alpha1")}
         ({CLAIM: fake.claim("Pending"), CLASS: fake.storage_class("WaitForFirstConsumer")}, PROFILE),
         ({**KUEUE_KIND, LOCAL_QUEUE: ACTIVE, KUEUE: MAPPED}, BY_KUEUE),
         ({**VOLCANO_KIND, VOLCANO: (200, {"status": {"state": "Open"}})}, BY_VOLCANO),
+        ({f"GET {CORE}/resourcequotas": fake.quotas(({"pods": "0"}, {}), scopes=["BestEffort"])}, PROFILE),
     ],
 )
 def test_what_does_is_no_lack(answers: dict[str, Answer], profile: ClusterProfile) -> None:
@@ -242,7 +243,7 @@ def test_a_server_that_refuses_everything_gives_a_row_a_check_and_no_traceback()
 def test_a_silent_server_is_waited_for_once_a_check_and_no_server_at_all_is_a_finding() -> None:
     cluster = fake.whole_cluster({NODES: HANGS})
     record = found(cluster, timeout_s=0.5)
-    assert not_fine(record) == [("GPU nodes", State.MISSING)]
+    assert not_fine(record) == [("nodes", State.MISSING)]
     assert record.findings[0].found == "no answer within 0.5 s"
     assert len(asked(cluster, NODES)) == 1
     with fake.serving(fake.whole_cluster()) as (api, _):
@@ -358,8 +359,10 @@ def test_the_probe_is_a_small_pod_of_a_task_without_the_servers_credentials() ->
 
 
 def test_a_cluster_without_gpus_is_asked_for_none() -> None:
-    what = [row.what for row in found(fake.whole_cluster(), read_profile("cpu"), image=None).findings]
-    assert what[0].startswith("volume claim ")
+    small = fake.found("NodeList", items=[fake.other_node(cpu="3")])
+    record = found(fake.whole_cluster({NODES: small}), read_profile("cpu"), image=None)
+    what = [row.what for row in record.findings]
+    assert missing(record)[0].fix == "add one without GPUs, or lower the profile's cpu"
     of_gpus = ("pod ", "custom ", "GPU ", "claim template")
     assert [name for name in what if name.startswith(of_gpus)] == ["pod cpu, dry run"]
 

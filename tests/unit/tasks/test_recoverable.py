@@ -63,7 +63,7 @@ def test_another_attempt_leaves_the_hub_time(tmp_path: Path, monkeypatch: pytest
         (tmp_path / attempt).mkdir()
         meta = dispatched(failing, {"kind": "hub"}, tmp_path / attempt)
         assert error_in(meta / "error.pb")[0] == "RECOVERABLE"
-    assert waited == [60.0, 300.0, 300.0]
+    assert waited == [60.0, 300.0, 0.0]
 
 
 def test_an_attempt_ends_at_its_deadline_with_the_line_that_it_was_at_and_an_interrupt_passes_as_it_is() -> None:

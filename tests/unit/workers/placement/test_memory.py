@@ -266,8 +266,9 @@ def test_a_draft_that_learns_beside_the_policy_holds_copies_of_its_tables_and_wh
     # 232 trained; embedding and output layer of 8*4. A token has its states 4*4, and a pass 6*4 + 2*4 + 2*2 + 4*6.
     found = memory.online_draft_memory(_tiny(), draft, freed=1000)
     assert found["online draft"] == 4 * (232 + 64)
-    assert found["draft training"] == 4 * 3 * 232 + 4 * (10 * (16 + 2 * 60) + 3 * 7 * 8) - 1000
-    assert memory.online_draft_memory(_tiny(), draft, freed=1e6)["draft training"] == 4 * 3 * 232
+    assert found["draft training"] == 4 * 3 * 232
+    assert found["draft activations"] == 4 * (10 * (16 + 2 * 60) + 3 * 7 * 8) - 1000
+    assert "draft activations" not in memory.online_draft_memory(_tiny(), draft, freed=1e6)
     cut = memory.online_draft_memory(_tiny(), draft_with(draft, eagle3={"vocab_size": 5}), freed=0)
     # 220 trained, with an output layer of 5*4; the policy's whole output layer, and its rows of the draft.
     assert cut["online draft"] == 4 * (220 + 64 + 20)
@@ -276,6 +277,7 @@ def test_a_draft_that_learns_beside_the_policy_holds_copies_of_its_tables_and_wh
 def test_the_plan_counts_an_online_draft_and_the_staging_of_a_refit_on_shared_gpus() -> None:
     plain, online = _estimate(), _estimate(draft={"online": {"when": "always"}})
     assert {"online draft", "draft training"} == online.learner.keys() - plain.learner.keys()
+    assert online.refit_bytes - plain.refit_bytes == online.engine["draft"]  # it is sent with the policy
     table = 151_936 * 4096 * 2
     assert (plain.learner["refit"], plain.engine["engine refit"]) == (3 * table, 2 * table)
     turns = _estimate(**IN_TURN, draft={"online": {"when": "always"}}).kinds
@@ -352,6 +354,17 @@ def test_a_split_gpu_has_the_engines_share_for_its_micro_batch_and_chunked_logit
     assert chunked.max_microbatch_tokens == int((0.95 * 186e9 - grown) / (67_072 * 36))
 
 
+def test_the_longest_micro_batch_is_that_beside_a_draft_whose_update_needs_more_than_activations() -> None:
+    changes: dict[str, Any] = {"draft": {"online": {"when": "always"}}}
+    few = {"max_tokens_per_microbatch": 10_240, "recompute": "full", "logprob_chunk_tokens": 256}
+    longest = _estimate(**changes, learner=few).max_microbatch_tokens
+    for tokens, is_enough in ((longest, True), (longest + 1, False)):
+        found = _estimate(**changes, learner={**few, "max_tokens_per_microbatch": tokens})
+        assert (sum((found.learner | found.engine).values()) <= found.usable) is is_enough
+    none = replace(found, hardware=replace(found.hardware, memory_bytes=1.0))
+    assert none.max_microbatch_tokens == 0
+
+
 def test_a_run_in_turn_keeps_weights_beside_the_engine_and_no_cache_beside_the_learner() -> None:
     kinds = _estimate(**IN_TURN, grpo={"loss": {"kl_coefficient": 0.1}}).kinds
     own = [part for part in kinds["generating"] if not part.startswith(("engine", "draft"))]
@@ -410,7 +423,9 @@ def test_a_mixture_of_experts_is_placed_without_its_memory(tmp_path: Path) -> No
 def test_without_gpus_known_hardware_or_a_dense_shape_nothing_is_estimated() -> None:
     assert load_recipe("tiny").memory() is None
     assert load_recipe("qwen3_8b", overrides={"simulator": None}).memory() is None
-    assert load_recipe("qwen3_8b", overrides={"simulator": {"model": "qwen3-30b-a3b"}}).memory() is None
+    for others in ({"simulator": {"model": "qwen3-30b-a3b"}}, {"policy": {"model": "Qwen/Qwen3-0.6B"}}):
+        assert load_recipe("qwen3_8b", overrides=others).memory() is None
+    assert load_recipe("qwen3_8b", overrides={"policy": {"model": "own/qwen3-8b-tuned"}}).memory() is not None
 
 
 def _lines(**changes: Any) -> list[str]:
@@ -445,6 +460,8 @@ def test_memory_that_is_had_in_turn_has_a_column_for_each_turn() -> None:
         "a refit moves 16.4 GB into each of 32 engines, 524.2 GB in all, by ipc",
         "while engines generate, 3.1 GB of each GPU's optimizer wait in host memory: 12.3 GB a node",
     ]
+    beside = _lines(**IN_TURN, draft={"online": {"when": "always"}})[-1]  # two moments of a draft of 0.4 B
+    assert beside == "while engines generate, 6.3 GB of each GPU's optimizer wait in host memory: 25.1 GB a node"
 
 
 def test_memory_of_split_gpus_has_a_column_for_each_kind() -> None:
