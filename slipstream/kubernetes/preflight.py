@@ -306,8 +306,11 @@ def run_quota(profile: ClusterProfile) -> dict[str, str]:
     if gpu is None or head is None:
         return {**pods.amounts(profile.cpu), "pods": "1"}
     sizes = [*[gpu.pod] * gpu.nodes, head, pods.SUBMITTER]
-    names = ("cpus", "memory_gib", "ephemeral_storage_gib")
-    together = PodSize(**{name: sum(getattr(size, name) for size in sizes) for name in names})
+    together = PodSize(
+        cpus=sum(size.cpus for size in sizes),
+        memory_gib=sum(size.memory_gib for size in sizes),
+        ephemeral_storage_gib=sum(size.ephemeral_storage_gib for size in sizes),
+    )
     extended = {pods.GPU: gpu.gpus_per_node, **gpu.rdma_resources}
     more = {**{name: gpu.nodes * count for name, count in extended.items()}, "pods": len(sizes)}
     return {**pods.amounts(together), **{name: str(count) for name, count in more.items()}}

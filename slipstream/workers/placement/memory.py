@@ -54,9 +54,8 @@ _STATES = ("weights", "base weights", "gradients", "optimizer", "reference")
 def known_shape(policy: PolicyConfig, simulator: SimulatorConfig | None) -> Architecture | ModelShape | None:
     """Look up the policy's shape; None for a model of the hub without a data file."""
     if policy.scratch is not None:
-        return Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0).extended(
-            policy.rope
-        )
+        own = Architecture.from_scratch(policy.scratch, vocab_size=_TOKENIZER_SIZE, eos_token_id=0)
+        return own.extended(policy.rope)
     path = Path(policy.model)
     if (path / "config.json").is_file():
         return Architecture.from_hf(path).extended(policy.rope)
