@@ -178,9 +178,10 @@ class Architecture:
         require(name in FAMILIES and not others, "policy.model", rule, [name, *others], fix)
         family = FAMILIES[name]
         config = {"tie_word_embeddings": False, **config}
-        config["num_key_value_heads"] = config.get("num_key_value_heads") or config.get("num_attention_heads")
+        if family is LLAMA or "num_key_value_heads" in config:  # else it is a number of transformers' own
+            config["num_key_value_heads"] = config.get("num_key_value_heads") or config.get("num_attention_heads")
         needed = ["vocab_size", "rms_norm_eps", *_HF_NAMES.values()]
-        if family not in (QWEN3, QWEN3_MOE):  # whose own defaults to 128 in transformers, whatever the other sizes
+        if family is not QWEN3:  # whose own defaults to 128 in transformers, whatever the other sizes
             needed.remove("head_dim")
         missing = [name for name in needed if config.get(name) is None]
         require(not missing, "policy.model", "must name its sizes in config.json", f"no {missing}", f"see {path}")

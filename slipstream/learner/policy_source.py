@@ -92,14 +92,17 @@ def link_files(files: Iterable[Path], directory: Path) -> None:
 
 
 def write_positions(architecture: Architecture, directory: Path) -> None:
-    """Give a model directory's `config.json` a scaled rotary embedding in full, as learner, engine and draft read it.
+    """Give a model directory's `config.json` its family's type and a scaled rotary embedding in full, for all readers.
 
-    vLLM takes no whole number for the factor of type `linear`, and no null for a parameter of `yarn`.
+    A MiMo of the hub has a type of its own, with code that transformers and vLLM would have to run. vLLM takes no whole
+    number for the factor of type `linear`, and no null for a parameter of `yarn`.
     """
-    if architecture.rope_scaling is None:
+    path, kind = directory / "config.json", architecture.family.model_type
+    config = json.loads(path.read_text())
+    if architecture.rope_scaling is None and config.get("model_type") == kind:
         return
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | architecture.positions_to_hf()
+    config.pop("auto_map", None)
+    config |= {"model_type": kind, **architecture.positions_to_hf()}
     write_atomic(path, json.dumps(config, indent=2).encode())
 
 
@@ -108,7 +111,7 @@ def _check_configs(source: Path, policy: PolicyConfig, needs: Needs) -> tuple[Ar
     from transformers import AutoTokenizer
 
     architecture = Architecture.from_hf(source).extended(policy.rope)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     require(tokenizer.chat_template is not None, "policy.model", "must have a chat template", policy.model)
     require(tokenizer.eos_token_id is not None, "policy.model", "must have an end-of-sequence token", None)
     context, length = architecture.num_positions, needs.max_model_len

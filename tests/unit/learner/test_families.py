@@ -89,6 +89,7 @@ def test_a_family_is_what_transformers_computes_and_updates(name: str, tmp_path:
         ),
         ("yarn", scaled("yarn", factor=None), "rope_scaling.factor must be of type float, got No"),
         ("llama3", {"hidden_size": None}, r"must name its sizes in config.json, got \"no \['hidden_size'\]\""),
+        ("mistral", {"num_key_value_heads": ABSENT}, r"got \"no \['num_key_value_heads'\]\""),  # transformers takes 8
         ("qwen3", {"head_dim": None}, r"must name its sizes in config.json, got \"no \['head_dim'\]\""),
         ("mistral", {"sliding_window": 4096}, "must use full attention, got 'sliding window 4096'; where no sequence"),
         ("mistral", {"sliding_window": ABSENT}, "must use full attention, got 'sliding window 4096'"),  # transformers'

@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub.utils import filter_repo_objects
+from transformers import AutoConfig, Qwen2Config
 
 from slipstream.config import ConfigError
 from slipstream.learner.architecture import Architecture
@@ -73,6 +74,14 @@ def test_a_scaling_is_written_in_full_beside_the_links(
     write_policy_tokenizer(given, long, tmp_path / "tokenizer")
     with pytest.raises(ConfigError, match=r"must be <= the policy's 1024 positions, got 1025; lower it, or extend the"):
         write_policy_tokenizer(given, replace(long, max_model_len=1025), tmp_path / "tokenizer")
+
+
+def test_a_mimo_of_the_hub_is_read_without_its_code(tmp_path: Path) -> None:
+    code = {"model_type": "mimo", "auto_map": {"AutoConfig": "configuration_mimo.MiMoConfig"}}
+    source = model(tmp_path / "model", architectures=["MiMoForCausalLM"], num_nextn_predict_layers=1, **code)
+    resolve(PolicyConfig(model=str(source)), Needs(max_model_len=288, draft_layer_ids=(), mtp=True), tmp_path / "out")
+    assert isinstance(AutoConfig.from_pretrained(tmp_path / "out"), Qwen2Config)
+    assert Architecture.from_hf(tmp_path / "out") == Architecture.from_hf(source)
 
 
 @rows(
