@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slipstream.config import require
 from slipstream.learner import parallel
 from slipstream.learner.architecture import Architecture
 from slipstream.learner.checkpoint.boxes import bands
@@ -32,7 +31,7 @@ from slipstream.learner.weights import (
     rows_of_parts,
 )
 from slipstream.refit.fingerprint import HeldWeights, WeightPart
-from slipstream.storage import replaced_directory
+from slipstream.storage import replaced_directory, safetensors_files
 
 _MODEL_FILES = ("config.json", "model.safetensors.index.json", "generation_config.json")
 
@@ -42,16 +41,12 @@ def open_weights(path: Path) -> Iterator[Callable[[str], Tensor]]:
     """Open a model directory of one or several files; yields a function that reads a full tensor by name.
 
     Raises:
-        ConfigError: there is no safetensors file; other formats are pickles, and unpickling runs their code.
+        FileNotFoundError: there is no safetensors file; other formats are pickles, and unpickling runs their code.
     """
-    index = path / "model.safetensors.index.json"
     with contextlib.ExitStack() as stack:
-        files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else None
         by_name = {}
-        for file in files or ["model.safetensors"]:
-            is_there, fix = (path / file).is_file(), "other formats are not read"
-            require(is_there, "policy.model", f"must hold {file}", str(path), fix)
-            handle = stack.enter_context(safe_open(path / file, framework="pt"))
+        for file in safetensors_files(path):
+            handle = stack.enter_context(safe_open(file, framework="pt"))
             by_name.update(dict.fromkeys(handle.keys(), handle))
 
         def read(name: str) -> Tensor:

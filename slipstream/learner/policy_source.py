@@ -18,6 +18,7 @@ from slipstream.learner.architecture import MIMO, Architecture, aux_layer_ids, r
 from slipstream.learner.config import PolicyConfig, ScratchConfig
 from slipstream.records.files import write_atomic
 from slipstream.records.stages import PolicyRecord
+from slipstream.storage import safetensors_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,6 +67,8 @@ def resolve(policy: PolicyConfig, needs: Needs, directory: Path) -> PolicyRecord
     source = locate(policy.model, (*_CONFIG_FILES, _WEIGHTS))
     architecture, _ = _check_configs(source, policy, needs)
     require(any(source.glob(_WEIGHTS)), "policy.model", f"must have weights in {_WEIGHTS} files", policy.model)
+    for file in safetensors_files(source):
+        require(file.is_file(), "policy.model", f"must hold {file.name}, which its index names", policy.model)
     link_files((path for pattern in (*_CONFIG_FILES, _WEIGHTS) for path in source.glob(pattern)), directory)
     write_positions(architecture, directory)
     return PolicyRecord(

@@ -32,6 +32,9 @@ def test_a_model_in_several_files_is_the_same_model(tmp_path: Path) -> None:
     assert all(sum(tensor.nbytes for tensor in load_file(file).values()) <= 2 * largest for file in files)
     loaded = MegatronPolicy.load(tmp_path / "model", learner=LEARNER, optimizer=None)
     assert same_weights(policy, loaded)
+    save_model(tmp_path / "one", config, policy.weights(), tmp_path / "tokenizer")
+    (tmp_path / "one" / "model.safetensors").rename(tmp_path / "one" / "weights.safetensors")
+    assert same_weights(policy, MegatronPolicy.load(tmp_path / "one", learner=LEARNER, optimizer=None))
     theirs = Qwen3ForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
     assert {name for name, _ in theirs.named_parameters()} == {name for name, _ in policy.weights()}
 

@@ -114,6 +114,10 @@ def _without_template(source: Path) -> None:
             lambda source: (source / "model.safetensors").unlink(),
             r"have weights in \*\.safetensors files, got '.*model'",
         ),
+        (
+            lambda source: (source / "model.safetensors.index.json").write_text('{"weight_map": {"w": "b.safetensors"}}'),
+            "hold b.safetensors, which its index names, got '.*model'",
+        ),
         (_without_template, "have a chat template"),
     ],
 )
