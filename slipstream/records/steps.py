@@ -222,6 +222,7 @@ class StepRecord:
     num_preemptions: int = 0  # rollouts that made room in a full KV cache and were recomputed
     num_filtered: int = 0  # rollouts that were cut off and left out of the loss
     dynamic_sampling: DynamicSampling | None = None  # None: the step trains on all that it samples
+    ended_at_s: float = 0.0  # in seconds since 1970; 0: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
