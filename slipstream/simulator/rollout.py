@@ -15,7 +15,6 @@ from enum import StrEnum
 from functools import lru_cache
 
 import numpy as np
-from scipy.optimize import minimize_scalar
 
 from slipstream.config import require
 from slipstream.simulator import Array
@@ -67,7 +66,7 @@ def log_sd_reaching(tokens: float, *, level: float, mean: float, max_tokens: flo
     def quantile(log_sd: float) -> float:
         return lengths_with_mean(mean=mean, log_sd=log_sd, max_tokens=max_tokens).median * math.exp(log_sd * z)
 
-    low, high = 0.01, float(minimize_scalar(lambda log_sd: -quantile(log_sd), bounds=(0.01, 3.0), method="bounded").x)
+    low, high = 0.01, max(np.linspace(0.01, 3.0, 64).tolist(), key=quantile)
     for _ in range(_BISECTIONS):
         middle = 0.5 * (low + high)
         low, high = (middle, high) if quantile(middle) < tokens else (low, middle)

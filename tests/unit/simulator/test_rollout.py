@@ -47,7 +47,7 @@ def test_the_mean_the_truncated_share_and_the_longest_response_give_the_lengths_
     assert of_48(39.0) == pytest.approx(0.01, abs=0.001)  # the median of few rounds lies below the mean of all
     # The longer of two lies at most exp(0.545^2 / 2) = 1.16 times above the mean, where log_sd is the quantile 0.545.
     of_2 = partial(log_sd_reaching, level=level_of_longest(2), mean=40.0, max_tokens=1000.0)
-    assert [of_2(each) for each in (44.0, 46.4, 200.0)] == pytest.approx([0.22, 0.51, 0.55], abs=0.01)
+    assert [of_2(each) for each in (44.0, 46.4, 200.0)] == pytest.approx([0.22, 0.51, 0.55], abs=0.03)
 
 
 def test_the_running_batch_shrinks_to_the_longest_and_a_sequence_starts_where_another_has_ended() -> None:
