@@ -211,7 +211,7 @@ def _sampling_rows(arms: Sequence[DynamicSampling]) -> list[Row]:
 
 def data_table(record: RunRecord) -> Table:
     """Tabulate the rows read, kept and dropped of each data set."""
-    lost = ("duplicate", "conflicting", "unparseable", "too long", "held out", "empty", "left out")
+    lost = ("duplicate", "conflicting", "unparseable", "too long", "held out", "empty", "over weight")
     rows = []
     for d in record.data:
         numbers = (d.num_read, d.num_kept, d.num_duplicates, d.num_conflicting, d.num_unparseable, d.num_too_long)
