@@ -156,6 +156,13 @@ def test_a_row_without_a_problem_is_named_by_its_file_and_number_whatever_was_fi
     assert "asked must be text, got None" in caplog.text
 
 
+def test_a_switch_of_a_chat_template_or_a_task_may_be_a_word_of_yaml() -> None:
+    given = {"enable_thinking": "off", "effort": "low"}
+    config = DataConfig(max_prompt_tokens=8, chat_template_args=given)
+    assert config.chat_template_args == {"enable_thinking": False, "effort": "low"}
+    assert SourceConfig(path="reasoning_gym:chain_sum", config={"size": "no"}).config == {"size": False}
+
+
 def test_weights_leave_prompts_out_until_the_shares_hold_and_the_scarcest_source_is_whole(tmp_path: Path) -> None:
     few = [{"asked": f"{i}-{i}=?", "worked": "#### 0"} for i in range(1, 4)]
     (tmp_path / "few").mkdir()
