@@ -178,6 +178,7 @@ _CHOICE = re.compile(
     r"\(\s*([A-Za-z])\s*\)|([A-Z])\)|(?:[Oo]ption|[Cc]hoice) \(?([A-Z])\)?|\(?([A-J])[).:]\s+([\w\\$(-].*)"
 )
 _OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _MARKED = re.compile(r"\\text\{([^{}]*[A-Za-z][^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+){0,3}|[nN]o|[oO]n|[iI]s")
 _NUMERAL = re.compile(r"\(?([0-9][0-9A-F]*|[A-F][0-9A-F]+)\)?\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
@@ -239,6 +240,8 @@ def _item(text: str, depth: int) -> Value:
 
 
 def _word(text: str) -> Word | None:
+    if _DATE.fullmatch(text):  # and no difference of numbers
+        return Word(text, is_marked=True)
     marked = _MARKED.fullmatch(text)
     if marked is not None:
         inside = _word(marked[1].strip())
