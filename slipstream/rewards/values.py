@@ -13,6 +13,7 @@ from enum import Enum
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from slipstream.rewards.config import MAX_ANSWER_CHARS
 from slipstream.rewards.expressions import Number, UnreadError, equal_equations, equal_numbers, is_rounding, read_number
 from slipstream.rewards.spelling import AT_LEAST, AT_MOST, FUNCTIONS, MINUS_PLUS, PLUS_MINUS, SET_END, SET_START, spell
 
@@ -80,7 +81,9 @@ def parse(answer: str) -> Value | Unread:
 
 
 def compare(a: str, b: str) -> bool | None:
-    """Compare two bare answers by value, or by text without values; None if algebra is required."""
+    """Compare two bare answers by value, or by text where one has none or is long; None if algebra is required."""
+    if max(len(a), len(b)) > MAX_ANSWER_CHARS:
+        return a == b
     if _INTEGER.fullmatch(a) and _INTEGER.fullmatch(b) and a.isascii() and b.isascii():
         return int(a) == int(b)
     left, right = parse(a), parse(b)
