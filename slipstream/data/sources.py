@@ -92,10 +92,12 @@ def _load(kind: str, names: Sequence[str], split: str) -> Any:
         for key, value in row.items():
             cells[key] += [*["null"] * (num - len(cells[key])), encode(value)]
         num += 1
-    rows = datasets.Dataset(pa.table({key: each + ["null"] * (num - len(each)) for key, each in cells.items()}))
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({_TRAIN: len(rows)})
-    rows = datasets.concatenate_datasets([rows.select(range(part.from_, part.to)) for part in parts])
-    return rows.with_transform(lambda found: {key: [json.loads(each) for each in found[key]] for key in found})
+    whole = pa.table({key: each + ["null"] * (num - len(each)) for key, each in cells.items()})
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({_TRAIN: num})
+    rows = pa.concat_tables(whole.slice(part.from_, max(0, part.to - part.from_)) for part in parts)
+    return datasets.Dataset(rows).with_transform(
+        lambda found: {key: [json.loads(each) for each in found[key]] for key in found}
+    )
 
 
 def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
@@ -105,7 +107,7 @@ def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
     while at < len(text):
         try:
             found, at = decoder.raw_decode(text, at)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}: {error}") from error
         for row in found if isinstance(found, list) else [found]:
             if not isinstance(row, dict):
