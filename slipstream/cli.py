@@ -272,9 +272,10 @@ def _responses(path: Path) -> dict[int, dict[str, Any]]:
             row = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"--responses must hold JSON lines, got line {number} of {path}: {error}") from error
-        is_whole = isinstance(row, dict) and isinstance(row.get("response"), str) and "reference" in row
+        is_whole = isinstance(row, dict) and isinstance(row.get("response"), str)
+        is_whole = is_whole and type(row.get("reference")) in (str, int, float)  # as a row of data must have it
         rule = f"must have the text `response` and a `reference` in line {number}"
-        require(is_whole, "--responses", rule, shown)
+        require(is_whole, "--responses", rule, shown, "a reference is text or a number")
         is_mapping = isinstance(row.get("extra_info"), dict | None)
         require(is_mapping, "--responses", f"must have a mapping as `extra_info` in line {number}", shown)
         rows[number] = row

@@ -88,6 +88,8 @@ def _switch(value: Any) -> Any:
 
 NUMBER = BeforeValidator(_not_a_switch)
 """Last part of the type of a field that holds a float: pydantic takes `true` for 1.0."""
+SWITCH = BeforeValidator(_switch)
+"""Last part of the type of a field that may hold a switch: `off` is text, which is true to whoever tests it."""
 
 Int = Annotated[int, Field(strict=True, le=LARGEST)]
 PositiveInt = Annotated[Int, Field(ge=1)]
@@ -102,7 +104,7 @@ Rate = Annotated[float, Field(gt=0, le=1), NUMBER]
 Probability = Annotated[float, Field(ge=0, le=1), NUMBER]
 """Floats in [0, 1]."""
 Text = Annotated[str, Field(min_length=1)]
-Switch = Annotated[bool, Field(strict=True), BeforeValidator(_switch)]
+Switch = Annotated[bool, Field(strict=True), SWITCH]
 """Booleans, also in the words of YAML 1.1: `on`, `off`, `yes`, `no`."""
 
 

@@ -37,6 +37,7 @@ from slipstream.stages.context import (
     requested,
 )
 from slipstream.supervisor import Outcome, supervise
+from slipstream.tracking.config import store_uri
 from slipstream.tracking.replay import replay_command, unsent
 from slipstream.tracking.spool import RunStatus, end_open_runs
 from slipstream.types import Arms
@@ -236,9 +237,9 @@ def _last_words(execution: str, root: Path, outcome: Outcome) -> str:
     what = "interrupted" if outcome.interrupted else f"failed with status {outcome.status}"
     lines = []
     recorded = recorded_recipe(root, execution)
-    if waiting := unsent(root, execution):
-        uri = load_recipe(str(recorded)).tracking.uri if recorded.is_file() else None
-        replay = replay_command(root, uri, program=_slipstream())
+    tracking = load_recipe(str(recorded)).tracking if recorded.is_file() else None  # None: a study, or none began
+    if waiting := unsent(root, execution, tracking and store_uri(tracking, root)):
+        replay = replay_command(root, tracking and tracking.uri, program=_slipstream())
         when = "when you resume, or by" if outcome.status else "by"
         lines.append(f"{len(waiting)} MLflow run(s) are not up to date: {', '.join(waiting)}")
         lines.append(f"they are completed {when}: {replay}")

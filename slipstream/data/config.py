@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import numpy as np
 from pydantic import Field
 
-from slipstream.config import Checked, PositiveFloat, PositiveInt, Seed, Text, require, rule
+from slipstream.config import SWITCH, Checked, PositiveFloat, PositiveInt, Seed, Text, require, rule
 from slipstream.data.synthetic import SyntheticConfig
 
 SYNTHETIC = "synthetic"
@@ -55,7 +55,7 @@ class SourceConfig(Checked, path="data source"):
     whole. Set it for all sources to mix them."""
     data_source: Text | None = None
     """Name by which rewards tell sets apart; null: the row's `data_source`. Set it for `reward.functions`."""
-    config: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Annotated[Any, SWITCH]] = field(default_factory=dict)
     """Settings of a reasoning-gym task; without `seed`, `data.seed` and the set's name give one. Set it as the task's
     difficulty asks."""
 
@@ -121,7 +121,7 @@ class DataConfig(Checked, path="data"):
     """System turn of the rows that bring none of their own. Set it for a policy that expects one."""
     examples: tuple[ExampleConfig, ...] = ()
     """Worked examples before each problem. Set them for a policy that cannot follow the task without."""
-    chat_template_args: dict[str, Annotated[Any, _PLAIN]] = field(default_factory=dict)
+    chat_template_args: dict[str, Annotated[Any, _PLAIN, SWITCH]] = field(default_factory=dict)
     """Arguments of the policy's chat template. Set them for one that takes any, as `enable_thinking` of Qwen3's."""
     seed: Seed = 0
     """Seed of the order of rows and of the synthetic sets. Set it for another sample of the data."""

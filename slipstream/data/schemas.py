@@ -11,6 +11,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from itertools import accumulate
 from typing import Any
 
@@ -269,14 +270,15 @@ def _is_invisible(char: str) -> bool:
 
 
 def _answer(schema: Schema, row: Row) -> str | None:
-    """Return the answer of a row; None where it is missing, or neither text nor a number."""
+    """Return the answer of a row; None where it is missing (or NaN), or neither text nor a number."""
     if schema.answer is None:
         return None
     try:
         answer = schema.answer(row)
     except (AttributeError, KeyError, TypeError, IndexError):
         return None
-    return str(answer).strip() if isinstance(answer, str | int | float) and not isinstance(answer, bool) else None
+    is_given = isinstance(answer, str | int | float | Decimal) and not isinstance(answer, bool) and answer == answer
+    return str(answer).strip() if is_given else None
 
 
 def _bare(problem: str) -> str:

@@ -2,7 +2,8 @@
 
 `datasets` selects the files of a local directory as it does those of a hub data set: by the `configs` in its README.md,
 otherwise by their names (`data/train_sft-00000-of-00003.parquet`, `test-0.jsonl`). It reads as `train` what names no
-split that it knows. Whatever would so mix splits or subsets without notice is refused here.
+split that it knows. Whatever would so mix splits or subsets without notice is refused here. Local JSON and CSV are read
+by Python's own readers, because `datasets` makes times of texts such as 2024-01-05, and floats of large integers.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import glob
 import json
 import logging
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import datasets
+import pyarrow as pa
 import yaml
 from datasets.data_files import FILES_TO_IGNORE
 from datasets.exceptions import DatasetGenerationError
 
-from slipstream.config import ConfigError, require
+from slipstream.config import LARGEST, ConfigError, require
 from slipstream.data.config import DATA_KINDS, SourceConfig
 
 logger = logging.getLogger(__name__)
@@ -32,6 +35,7 @@ _SHOWN_VALUES = 10
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TRAIN = "train"
 _NOT_TRAIN = re.compile(r"test|eval|valid|dev|held|hold", re.IGNORECASE)
+_BLANK = re.compile(r"\s*")
 _SHARD = re.compile(r"(.+)-\d{5}-of-(\d{5}).*")
 
 
@@ -48,7 +52,7 @@ class Rows:
         """Name the file that holds the row `index` of the table, and the row's number in it, counted from 1."""
         number = self.numbers[index]
         for kind, path in self.files if len(self.files) > 1 else ():
-            length = len(datasets.load_dataset(kind, data_files=[path], split=_TRAIN))
+            length = len(_load(kind, [path], _TRAIN))
             if number < length:
                 return f"row {number + 1} of {path}"
             number -= length
@@ -62,36 +66,75 @@ def read_rows(source: SourceConfig, *, field: str, seed: int) -> Rows:
     local = source.path.startswith((".", "/", "~")) or path.suffix in DATA_KINDS or path.is_dir()
     rule = "must be a hub id (owner/name), a local file or directory, `reasoning_gym:TASK` or `synthetic`"
     require(local or _HUB_ID.fullmatch(source.path) is not None, field, rule, source.path)
-    on_hub = {"path": source.path, "name": source.subset, "split": source.split or _TRAIN}
-    arguments = _local_arguments(source, field) if local else on_hub
+    kind, names, split = _local_files(source, field) if local else ("", [], source.split or _TRAIN)
     try:
-        rows: Any = datasets.load_dataset(**arguments)
+        rows = _load(kind, names, split) if local else datasets.load_dataset(source.path, source.subset, split=split)
         rows.data.validate(full=True)  # otherwise text that is not UTF-8 fails only when its row is read
-    except (OSError, ValueError, TypeError, DatasetGenerationError) as error:
+    except (OSError, ValueError, TypeError, csv.Error, DatasetGenerationError) as error:
         fix = "is it JSON Lines or CSV in UTF-8, or Parquet?" if local else "is the hub reachable and the split right?"
-        cause = _broken_line(arguments) or str(error.__cause__ or error).split("\n")[0]
+        cause = str(error.__cause__ or error).split("\n")[0]
         raise ConfigError(f"{field} must be readable, got {source.path!r} ({cause}); {fix}") from error
     require(len(rows) > 0, field, "must have rows", source.path, "the data set is empty")
     numbers = source.sampled(_admitted(rows, source, field) if source.where else range(len(rows)), seed)
     is_part = "[" in (source.split or "")  # then the rows do not begin with the first file's
-    files = tuple((arguments["path"], name) for name in arguments["data_files"]) if local and not is_part else ()
+    files = () if is_part else tuple((kind, name) for name in names)
     table = rows if len(numbers) == len(rows) else rows.select(numbers)
     return Rows(table=table, numbers=numbers, source=source.path, files=files)
 
 
-def _broken_line(arguments: dict[str, Any]) -> str:
-    """Name the first line of local JSON Lines that is no JSON; empty where there is none."""
-    for name in arguments.get("data_files", ()) if arguments["path"] == "json" else ():
-        (path,) = glob.glob(name)
-        with open(path, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if number == 1 and line.lstrip().startswith(b"["):  # a list, not JSON Lines
-                    break
-                try:
-                    json.loads(line) if line.strip() else None
-                except ValueError as error:
-                    return f"row {number} of {path}: {error}"
-    return ""
+def _load(kind: str, names: Sequence[str], split: str) -> Any:
+    """Read the rows of local files; a row of JSON or CSV has null in the columns of other rows alone."""
+    if kind == "parquet":
+        return datasets.load_dataset(kind, data_files=[glob.escape(name) for name in names], split=split)
+    encode, num = json.JSONEncoder(ensure_ascii=False).encode, 0
+    cells: defaultdict[str, list[str]] = defaultdict(list)  # by column, in JSON
+    for row in (row for name in names for row in (_json_rows if kind == "json" else _csv_rows)(Path(name))):
+        for key, value in row.items():
+            cells[key] += [*["null"] * (num - len(cells[key])), encode(value)]
+        num += 1
+    whole = pa.table({key: each + ["null"] * (num - len(each)) for key, each in cells.items()})
+    parts = datasets.ReadInstruction.from_spec(split).to_absolute({_TRAIN: num})
+    rows = pa.concat_tables(whole.slice(part.from_, max(0, part.to - part.from_)) for part in parts)
+    return datasets.Dataset(rows).with_transform(
+        lambda found: {key: [json.loads(each) for each in found[key]] for key in found}
+    )
+
+
+def _json_rows(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of JSON Lines, or of a list; a `ValueError` names what is none, and its place."""
+    text, decoder = file.read_text(encoding="utf-8-sig"), json.JSONDecoder(object_pairs_hook=_once)
+    at = next(_BLANK.finditer(text)).end()
+    while at < len(text):
+        try:
+            found, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{file}: {error}") from error
+        for row in found if isinstance(found, list) else [found]:
+            if not isinstance(row, dict):
+                raise ValueError(f"{file}: a row must be a mapping, got {row!r:.80}")
+            yield row
+        at = next(_BLANK.finditer(text, at)).end()
+
+
+def _csv_rows(file: Path) -> Iterator[dict[str, str]]:
+    """Yield the rows of a .csv file, all of them text: an answer 007 must not become 7."""
+    csv.field_size_limit(LARGEST)
+    with file.open(newline="", encoding="utf-8-sig") as lines:
+        rows = csv.reader(lines)
+        header = next(filter(None, rows), [])
+        for row in filter(None, rows):
+            if len(row) > len(header):
+                raise ValueError(f"{file}: line {rows.line_num} has {len(row)} cells under {len(header)} names")
+            cells = zip_longest(header, row, fillvalue="")
+            yield _once([cell for cell in cells if cell[0]])  # pandas writes its index without a name
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a mapping of what has each name once."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"a name stands twice among {', '.join(name for name, _ in pairs)}")
+    return found
 
 
 def _admitted(rows: datasets.Dataset, source: SourceConfig, field: str) -> list[int]:
@@ -122,7 +165,8 @@ def _spelled(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
+def _local_files(source: SourceConfig, field: str) -> tuple[str, list[str], str]:
+    """Return the kind, the names and, with the rows asked for, the split of a local source's files."""
     path = Path(source.path).expanduser()
     require(path.exists(), field, "must be a file or directory that exists", source.path)
     split, bracket, rows = (source.split or _TRAIN).partition("[")  # `train[:10%]` takes a tenth, as on the hub
@@ -139,17 +183,7 @@ def _local_arguments(source: SourceConfig, field: str) -> dict[str, Any]:
     kinds = {DATA_KINDS.get(file.suffix) for file in files}
     rule = f"must be of one kind of {', '.join(DATA_KINDS)}"
     require(len(kinds) == 1 and None not in kinds, field, rule, source.path)
-    names = [glob.escape(str(file)) for file in files]
-    as_written = _text_columns(files[0]) if ".csv" in {file.suffix for file in files} else {}
-    return {"path": kinds.pop(), "data_files": names, "split": f"{_TRAIN}{bracket}{rows}", **as_written}
-
-
-def _text_columns(file: Path) -> dict[str, Any]:
-    """Return the arguments that read all columns of a .csv file as text: an answer 007 must not become 7."""
-    with file.open(newline="", encoding="utf-8-sig", errors="replace") as lines:
-        header = next(csv.reader(lines), [])
-    features = datasets.Features({name: datasets.Value("string") for name in header})
-    return {"features": features, "keep_default_na": False}
+    return kinds.pop() or "", list(map(str, files)), f"{_TRAIN}{bracket}{rows}"
 
 
 def _files_of(directory: Path, source: SourceConfig, split: str, field: str) -> list[Path]:

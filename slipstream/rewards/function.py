@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SHOWN_FAILURES = 3
 _SCORE = "score"
+_METRIC_CHARACTERS = 100
 _SIGNATURE = "(data_source, solution_str, ground_truth, extra_info)"
 
 
@@ -201,8 +202,9 @@ class FunctionReward:
 
 
 def _metric(name: str) -> str:
-    """Spell a name as metrics are spelled."""
-    return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") or "unnamed"
+    """Spell a name as metrics are spelled: with a letter first, and short enough for two in one."""
+    spelled = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")[:_METRIC_CHARACTERS]
+    return f"x{spelled}" if spelled[:1].isdigit() else spelled or "unnamed"
 
 
 def kept(config: RewardConfig, directory: Path) -> RewardConfig:

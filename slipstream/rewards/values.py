@@ -13,6 +13,7 @@ from enum import Enum
 from functools import lru_cache
 from itertools import accumulate, pairwise
 
+from slipstream.rewards.config import MAX_ANSWER_CHARS
 from slipstream.rewards.expressions import Number, UnreadError, equal_equations, equal_numbers, is_rounding, read_number
 from slipstream.rewards.spelling import AT_LEAST, AT_MOST, FUNCTIONS, MINUS_PLUS, PLUS_MINUS, SET_END, SET_START, spell
 
@@ -80,7 +81,9 @@ def parse(answer: str) -> Value | Unread:
 
 
 def compare(a: str, b: str) -> bool | None:
-    """Compare two bare answers by value, or by text without values; None if algebra is required."""
+    """Compare two bare answers by value, or by text where one has none or is long; None if algebra is required."""
+    if max(len(a), len(b)) > MAX_ANSWER_CHARS:
+        return a == b
     if _INTEGER.fullmatch(a) and _INTEGER.fullmatch(b) and a.isascii() and b.isascii():
         return int(a) == int(b)
     left, right = parse(a), parse(b)
@@ -178,6 +181,7 @@ _CHOICE = re.compile(
     r"\(\s*([A-Za-z])\s*\)|([A-Z])\)|(?:[Oo]ption|[Cc]hoice) \(?([A-Z])\)?|\(?([A-J])[).:]\s+([\w\\$(-].*)"
 )
 _OTHER_CHOICE = re.compile(r"(?<![A-Za-z\\])[A-J](?![A-Za-z])")
+_DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _MARKED = re.compile(r"\\text\{([^{}]*[A-Za-z][^{}]*)\}")
 _WORD = re.compile(r"[A-Za-z]{3,}(?:[ '-][A-Za-z]+){0,3}|[nN]o|[oO]n|[iI]s")
 _NUMERAL = re.compile(r"\(?([0-9][0-9A-F]*|[A-F][0-9A-F]+)\)?\s*_\s*(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
@@ -239,6 +243,8 @@ def _item(text: str, depth: int) -> Value:
 
 
 def _word(text: str) -> Word | None:
+    if _DATE.fullmatch(text):  # and no difference of numbers
+        return Word(text, is_marked=True)
     marked = _MARKED.fullmatch(text)
     if marked is not None:
         inside = _word(marked[1].strip())

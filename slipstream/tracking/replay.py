@@ -202,18 +202,22 @@ def replay(root: Path, uri: str) -> ReplayResult:
     )
 
 
-def not_arrived(spool: Path) -> str:
-    """Count the entries that a spool's server lacks, as in `12 points and 3 other entries`; empty if it lacks none."""
+def not_arrived(spool: Path, uri: str | None) -> str:
+    """Count what the server `uri` lacks of a spool, as in `12 points and 3 other entries`; empty if it lacks nothing.
+
+    A spool knows what has arrived at the last server alone, for which None stands: any other lacks all of it.
+    """
     cursor = _read_cursor(spool)
-    events = list(read_events(spool, offset=cursor.offset))
+    is_of_server = uri in (None, cursor.uri)
+    events = list(read_events(spool, offset=cursor.offset if is_of_server else 0))
     num_points = sum(len(event.metrics) for event in events)
-    num_others = sum(event.kind != "metrics" for event in events) + len(cursor.missing)
+    num_others = sum(event.kind != "metrics" for event in events) + is_of_server * len(cursor.missing)
     return f"{num_points} points and {num_others} other entries" if num_points or num_others else ""
 
 
-def unsent(root: Path, execution: str) -> list[str]:
-    """Runs of `execution` that the server does not have in full, each with what it lacks."""
-    return [f"{key} ({what})" for key, path in spools_of(root, execution) if (what := not_arrived(path))]
+def unsent(root: Path, execution: str, uri: str | None) -> list[str]:
+    """Runs of `execution` that the server `uri`, None for the last one, does not have in full, with what it lacks."""
+    return [f"{key} ({what})" for key, path in spools_of(root, execution) if (what := not_arrived(path, uri))]
 
 
 def replay_command(root: Path, uri: str | None, *, program: Sequence[str] = ("slipstream",)) -> str:

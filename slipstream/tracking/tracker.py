@@ -166,7 +166,8 @@ class _ReplayThread(threading.Thread):
         self._finishing.set()
         self.join(wait_s)
         if not self._arrived.is_set():
-            missing, safe = not_arrived(self._spool.path) or "some points", f"they are safe in {self._spool.path}"
+            missing = not_arrived(self._spool.path, self._uri) or "some points"
+            safe = f"they are safe in {self._spool.path}"
             where = f"{self._uri} ({self._failure})"
             log.warning("%s have not reached %s; %s, and this brings them: %s", missing, where, safe, self._command)
 

@@ -83,6 +83,7 @@ def evaluated(
         ([["1/2", "0.5", "\\frac{1}{2}", "2", "2"]], [[1, 1, 1, 0, 0]], 1.0),
         ([["2\N{SUPERSCRIPT THREE}", "23", "8"]], [[1, 0, 1]], 1.0),
         ([["\\sqrt{12}", "2\\sqrt{3}", "7", "8"]], [[1, 1, 0, 0]], 1.0),  # both are right
+        ([["7" * 5000, "7" * 5000, "07" * 2500, "2", "2"]], [[0, 0, 0, 1, 1]], 0.5),  # a loop is not read
     ],
 )
 def test_maj_at_k_takes_the_value_with_most_votes(answers: Any, rewards: Any, expected: float) -> None:

@@ -162,6 +162,7 @@ def test_a_program_is_scored_by_its_values_and_harms_nobody(code_reward: ModuleT
         ("{", "--responses must hold JSON lines, got line 1 of "),
         ("\n[", "--responses must hold JSON lines, got line 2 of "),
         ('{"response": "4"}', "--responses must have the text `response` and a `reference` in line 1, got "),
+        ('{"response": "4", "reference": null}', "--responses must have the text `response` and a `reference` in li"),
     ],
 )
 def test_responses_that_cannot_be_scored_are_refused(tmp_path: Path, command: Command, text: str, message: str) -> None:

@@ -79,6 +79,26 @@ def test_the_answer_stands_after_the_last_mark_and_one_of_a_csv_as_it_is_written
     assert answers(sets.train) == {"a?": "007", "c?": "NA", "d?": "1.50"}
 
 
+@pytest.mark.parametrize(
+    "given",
+    [["2024-01-05", "2023-12-24"], [12, "042", "[1, 2]", "0.50", "true"], [2**64 + 1, 7], [0.5, 7]],
+    ids=["dates", "texts beside a number", "large", "decimals"],
+)
+def test_a_value_of_json_is_read_as_it_is_written(tmp_path: Path, given: list[Any]) -> None:
+    rows = [{"q": f"{number}?", "a": answer} for number, answer in enumerate(given)]
+    sets = load({"path": lay(tmp_path, "jsonl", rows), **BARE})
+    assert answers(sets.train) == {f"{number}?": str(answer) for number, answer in enumerate(given)}
+
+
+def test_files_of_one_csv_set_may_differ_in_columns_and_have_an_index_of_pandas(tmp_path: Path) -> None:
+    (tmp_path / "0.csv").write_text("q,a\n1?,01\n")
+    (tmp_path / "1.csv").write_text(",a,level,q\n0,02,hard,2?\n1,03,easy,3?\n")
+    sets = load({"path": str(tmp_path), **BARE})
+    assert answers(sets.train) == {"1?": "01", "2?": "02", "3?": "03"}
+    sets = load({"path": str(tmp_path), **BARE, "where": {"level": "hard"}})
+    assert answers(sets.train) == {"2?": "02"}
+
+
 def test_a_column_may_hold_a_chat_and_a_source_may_name_its_data_source(tmp_path: Path) -> None:
     turns = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "1+1=?"}]
     source = {"path": lay(tmp_path, "jsonl", [{"q": turns, "a": 2, "data_source": "theirs"}]), **BARE}
@@ -134,6 +154,13 @@ def test_a_row_without_a_problem_is_named_by_its_file_and_number_whatever_was_fi
     load({"path": path, **OWN, "where": {"hard": True}})
     assert f"data.train: 1 rows have no usable problem, the first: {place.format(path)}, got " in caplog.text
     assert "asked must be text, got None" in caplog.text
+
+
+def test_a_switch_of_a_chat_template_or_a_task_may_be_a_word_of_yaml() -> None:
+    given = {"enable_thinking": "off", "effort": "low"}
+    config = DataConfig(max_prompt_tokens=8, chat_template_args=given)
+    assert config.chat_template_args == {"enable_thinking": False, "effort": "low"}
+    assert SourceConfig(path="reasoning_gym:chain_sum", config={"size": "no"}).config == {"size": False}
 
 
 def test_weights_leave_prompts_out_until_the_shares_hold_and_the_scarcest_source_is_whole(tmp_path: Path) -> None:

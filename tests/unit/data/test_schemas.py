@@ -1,6 +1,8 @@
 """Reading of a row: turns, answer, blank problems, and texts that are the same."""
 
+import math
 from datetime import date
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -104,7 +106,17 @@ def test_a_problem_or_a_chat_of_another_type_gives_the_reason(problem: object) -
 
 @pytest.mark.parametrize(
     ("answer", "read"),
-    [(" 2 ", "2"), (2, "2"), (2.5, "2.5"), (None, None), (True, None), (["2"], None), ({"a": 2}, None)],
+    [
+        (" 2 ", "2"),
+        (2, "2"),
+        (2.5, "2.5"),
+        (Decimal("1.50"), "1.50"),
+        (None, None),
+        (math.nan, None),
+        (True, None),
+        (["2"], None),
+        ({"a": 2}, None),
+    ],
 )
 def test_an_answer_is_text_or_a_number_of_a_reward_model(answer: object, read: str | None) -> None:
     assert dapo(("user", "1+1=?"), answer=answer).answer == read

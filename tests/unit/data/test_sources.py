@@ -93,6 +93,8 @@ def test_all_files_of_a_split_are_read_in_the_order_of_their_names_or_a_part_as_
     names = ["train-2.jsonl", "train-0.jsonl", "test.jsonl", "train-1.jsonl"]
     assert read(lay(tmp_path, names)) == ["train-0.jsonl", "train-1.jsonl", "train-2.jsonl"]
     assert read(tmp_path, split="train[:34%]") == ["train-0.jsonl"]
+    assert read(tmp_path, split="train[-1:]+train[:1]") == ["train-2.jsonl", "train-0.jsonl"]
+    refused(r"^data\.train must have rows, got '.*; the data set is empty", tmp_path, split="train[5:]")
 
 
 def test_a_split_of_which_files_are_missing_is_refused(tmp_path: Path) -> None:
@@ -219,8 +221,9 @@ def test_two_kinds_of_file_and_a_link_to_a_file_that_is_gone_are_refused(tmp_pat
         b"{}\n",
         b"\x00" * 64,
         b'{"name": "a", "name": "b"}\n',
+        b"[" * 100_000,
     ],
-    ids=["torn", "latin-1", "utf-16", "numbers", "texts", "blank", "no rows", "no columns", "zeros", "twice"],
+    ids=["torn", "latin-1", "utf-16", "numbers", "texts", "blank", "no rows", "no columns", "zeros", "twice", "deep"],
 )
 def test_a_file_that_is_no_table_in_utf_8_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "rows.jsonl"

@@ -12,6 +12,7 @@ from slipstream.config import ConfigError
 from slipstream.rewards.config import FunctionConfig, OverlongConfig, RewardConfig
 from slipstream.rewards.function import RewardError, kept, open_reward, write_kept
 from slipstream.rewards.reward import RewardResult, joined, penalized
+from slipstream.tracking.config import check_metrics
 from slipstream.types import Prompt
 
 OWN = """
@@ -153,6 +154,15 @@ def test_metrics_of_functions_with_one_name_have_their_place(own: Path) -> None:
         found = reward.judge([prompt("4")], ["4"], cut_off=[False]).metrics
     lengths = {f"compute_score_{place}_length_chars": 1.0 for place in (1, 3)}
     assert found == {"compute_score_1_score": 1.0, "later_score": 0.5, "compute_score_3_score": 1.0, **lengths}
+
+
+@pytest.mark.parametrize("data_source", ["2nd contest", "x" * 400])
+def test_metrics_have_names_that_a_tracker_takes_whatever_a_data_source_is_called(own: Path, data_source: str) -> None:
+    parts = tuple(FunctionConfig(function=f"{own}:compute_score", data_source=each) for each in (data_source, "b"))
+    with open_reward(RewardConfig(functions=parts)) as reward:
+        found = reward.judge([prompt("4", data_source=data_source)], ["4"], cut_off=[False]).metrics
+    assert len(found) == 2
+    check_metrics({f"reward/{name}": value for name, value in found.items()}, 0)
 
 
 @pytest.mark.parametrize(

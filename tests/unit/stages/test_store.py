@@ -197,6 +197,10 @@ def test_data_are_known_by_the_content_of_a_local_file_and_of_another_policys_to
 
     assert key("one\n") == key("one\n")
     assert len({key("one\n"), key("two\n"), key("one\n", "{}"), key("one\n", '{"a": 1}')}) == 4
+    recipe = tiny({"data": {"train": [{"path": str(tmp_path)}]}})
+    first = key("one\n")
+    source.rename(tmp_path / "test.jsonl")
+    assert data_key(recipe) != first
 
 
 def test_a_brought_policy_is_known_by_the_bytes_of_its_weights_and_configs(tmp_path: Path) -> None:

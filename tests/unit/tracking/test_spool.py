@@ -74,13 +74,14 @@ def test_a_replay_brings_the_end_to_the_server(stored_root: Path) -> None:
 
     write(stored_root, "run/train_grpo", is_ended=False)
     end_open_runs(stored_root, "run", RunStatus.KILLED)
-    assert len(unsent(stored_root, "run")) == 1
     uri = f"sqlite:///{stored_root}/mlflow.db"
+    assert len(unsent(stored_root, "run", uri)) == 1
     replay(stored_root, uri)
     client = MlflowClient(uri)
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     assert [run.info.status for run in runs] == ["KILLED"]
-    assert unsent(stored_root, "run") == []
+    assert [unsent(stored_root, "run", each) for each in (uri, None)] == [[], []]
+    assert unsent(stored_root, "run", "http://another:5000") == ["run/train_grpo (1 points and 2 other entries)"]
 
 
 @pytest.mark.parametrize(

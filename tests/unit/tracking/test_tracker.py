@@ -237,7 +237,7 @@ def test_two_executions_that_start_at_once_on_a_fresh_root_both_arrive(tmp_path:
     assert [run.wait(60) for run in runs] == [0, 0]
     for run in runs:
         run.communicate()
-    assert [unsent(tmp_path, key) for key in keys] == [[], []]
+    assert [unsent(tmp_path, key, None) for key in keys] == [[], []]
     (name,) = set(open_store(store_uri(LOCAL, tmp_path)).experiments().values()) - {"Default"}
     assert name == "tiny"
     assert not (tmp_path / "mlflow.db.new").exists()
@@ -338,7 +338,7 @@ def test_replay_sends_all_but_what_the_server_refuses_and_names_that(
     assert refused[1].endswith(f"restore it with: {uri} mlflow runs restore --run-id {gone.info.run_id}")
     assert refused[2].endswith(f"has not arrived: all has arrived but files that are gone: {copy}; put them back")
     assert refused[3].endswith("no line of it says which run it is of")
-    assert unsent(stored_root, "c") == ["c (0 points and 1 other entries)"]
+    assert unsent(stored_root, "c", None) == ["c (0 points and 1 other entries)"]
 
     client.restore_experiment(lost[1])
     client.restore_run(gone.info.run_id)
@@ -347,7 +347,7 @@ def test_replay_sends_all_but_what_the_server_refuses_and_names_that(
     assert main(["replay", str(stored_root)]) == 0
     assert capsys.readouterr().out.startswith("4 run(s) are whole on ")
     assert all(find_run(client, key).data.metrics == {"train/loss": 1.0} for key in keys)
-    assert unsent(stored_root, "c") == []
+    assert unsent(stored_root, "c", None) == []
 
 
 def test_a_line_cut_off_by_a_crash_is_counted_and_costs_only_itself(tmp_path: Path, root: Path, client: Any) -> None:
