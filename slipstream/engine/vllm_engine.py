@@ -500,10 +500,10 @@ class VllmEngine:
             self._groups.leave_cached_prefixes()
             return
         is_recomputed = self._kv_cache is KvCache.RECOMPUTE
-        if is_recomputed:
-            self._counts.expect_recomputation()
+        running = [*self._llm.llm_engine.engine_core.engine_core.scheduler.running] if is_recomputed else []
         if not self._llm.reset_prefix_cache(reset_running_requests=is_recomputed):
             raise RuntimeError(f"prefix cache not reset after the refit to policy version {policy_version}")
+        self._counts.leave_out(running)
         self._groups.expect_recomputation()
 
     def token_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -318,14 +318,14 @@ class StepCounts:
             vllm_num_speculative_tokens=self._longest,
         )
 
-    def expect_recomputation(self) -> None:
-        """Leave out the preemption of everything that runs, which vLLM reports with a later step."""
-        self._num_preemptions -= len(self._scheduler.running)
+    def leave_out(self, preempted: Sequence[Any]) -> None:
+        """Remove the last event of these requests, their preemption, which vLLM reports if they ever go on."""
+        for request in preempted:
+            request.events.pop()
 
     def take_preemptions(self) -> int:
         """Return the number of preemptions since the last call."""
-        num = max(0, self._num_preemptions)
-        self._num_preemptions -= num
+        num, self._num_preemptions = self._num_preemptions, 0
         return num
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, **_: Any) -> None:

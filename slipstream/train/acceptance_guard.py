@@ -37,9 +37,11 @@ class AcceptanceCollapse(RuntimeError):  # noqa: N818  # named after the event
 class AcceptanceGuard:
     """Band of the mean acceptance lengths of recent steps; a run that drops out of it is stopped."""
 
-    def __init__(self, history: Iterable[AcceptanceStats] = ()) -> None:
-        self._recent: deque[float] = deque((stats.mean_acceptance_length for stats in history), maxlen=_WINDOW)
-        self._has_warned = False
+    def __init__(self, history: Iterable[AcceptanceStats] = (), *, may_rest: bool = False) -> None:
+        """Begin with the steps of `history`; one that drafted nothing counts unless the drafts' schedule `may_rest`."""
+        drafted = (stats.mean_acceptance_length for stats in history if stats.num_drafts or not may_rest)
+        self._recent: deque[float] = deque(drafted, maxlen=_WINDOW)
+        self._may_rest, self._has_warned = may_rest, False
 
     def check(self, stats: AcceptanceStats, *, policy_version: int) -> None:
         """Add a step to the band, and warn once about a fall that lasts.
@@ -48,11 +50,13 @@ class AcceptanceGuard:
             AcceptanceCollapse: the step lies far below the band, and no gradual fall led there.
         """
         length = stats.mean_acceptance_length
+        if self._may_rest and not stats.num_drafts:
+            return
         if len(self._recent) >= _MIN_HISTORY:
             center = float(np.median(self._recent))
             below_band = center - _NUM_DEVIATIONS * self._deviation(stats)
             expected = self._going_on()
-            chance = _NUM_DEVIATIONS * sampling_deviation(stats)
+            chance = _NUM_DEVIATIONS * max(sampling_deviation(stats), _widest_deviation(stats, expected))
             lowest = min(below_band, expected - chance, 1.0 + _LEAST_SHARE * (expected - 1.0))
             if length < lowest:
                 raise AcceptanceCollapse(
@@ -84,3 +88,12 @@ class AcceptanceGuard:
         values = np.asarray(self._recent)
         scatter = _MAD_TO_DEVIATION * float(np.median(np.abs(values - np.median(values))))
         return max(scatter, float(values.std(ddof=1)), sampling_deviation(stats))
+
+
+def _widest_deviation(stats: AcceptanceStats, expected: float) -> float:
+    """Bound the standard error of the mean acceptance length around `expected`, of which few drafts show nothing.
+
+    It is widest where each draft is accepted whole or not at all.
+    """
+    accepted, most = expected - 1.0, len(stats.accepted_by_position)
+    return float(np.sqrt(max(0.0, accepted * (most - accepted)) / stats.num_drafts)) if stats.num_drafts else 0.0

@@ -336,7 +336,10 @@ class Run:
             config=recipe.grpo,
             sampling=recipe.sampling,
             draft=draft,
-            guard=AcceptanceGuard(record.acceptance for record in history if record.acceptance is not None),
+            guard=AcceptanceGuard(
+                (record.acceptance for record in history if record.acceptance is not None),
+                may_rest=any(not entry.num_speculative_tokens for entry in self.plan.schedule),
+            ),
             max_lag=recipe.loop.max_off_policy_steps,
         )
 

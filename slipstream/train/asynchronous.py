@@ -103,8 +103,7 @@ class AsyncLoop:
         This thread waits for new weights once the lag allows no further group and all requested groups have returned;
         the trainer or the end of the training unblocks it.
         """
-        version = self._publish(self._exports.take())
-        self._submit(self.pending.under_way, version)
+        version = self._publish(self._exports.take(), begun_before=self.pending.under_way)
         while True:
             num_batches = min(version + self._lag + 1, self.trainer.config.num_steps)
             admitted = range(self._num_submitted, max(self._num_submitted, num_batches * self._per_step))
@@ -119,9 +118,10 @@ class AsyncLoop:
             else:
                 self._advance()
 
-    def _publish(self, export: Export) -> int:
+    def _publish(self, export: Export, *, begun_before: Sequence[int] = ()) -> int:
         with self._watch.delivery.busy():
             refit = self.engines.deliver(export)
+        self._submit(begun_before, export.version)  # a checkpoint may follow as soon as this is published
         restarts = self.loop.too_old is TooOld.RESTART
         self._published.put((refit, self._restart_overdue(export.version) if restarts else 0))
         return export.version

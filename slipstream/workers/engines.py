@@ -317,21 +317,29 @@ class RemoteEngine(Proxy):
         return self._crew.ask("state", lambda engine: engine.state.remote())
 
     def replace(self, lost: Sequence[Worker]) -> None:
-        """Start another engine in place of each of `lost`, with the weights of the run's start."""
-        assert self._start is not None, "only engines that `start_engine` made can be replaced"
-        engines, names = list(self.workers), {engine.name for engine in lost}
-        for index, engine in enumerate(engines):
+        """Start another engine in place of each of `lost`, with the weights of the run's start.
+
+        One that is lost at its start is a LostWorkerError once the others have started.
+        """
+        names, failed = {engine.name for engine in lost}, list[LostWorkerError]()
+        for index, engine in enumerate(self.workers):
             if engine.name in names:  # host and process may differ: an engine may have been replaced before
                 ray.kill(engine.actor)
-                engines[index] = self._start(index)
-        self._crew = Crew(engines, self._crew.deadline)
-        if self._kv_cache is not None:
-            what = self._of("a change of mode")
-            self._ask_some(names, what, lambda each: each.actor.run_in_flight.remote(self._kv_cache))
-        if self._limit is not None:
-            node_id, num_threads = self._limit
-            here = {engine.name for engine in engines if engine.name in names and engine.node_id == node_id}
-            self._ask_some(here, self._of("limit_threads"), lambda each: each.actor.limit_threads.remote(num_threads))
+                try:
+                    self._begin(index)
+                except LostWorkerError as error:
+                    failed.append(error)
+        _raise_as_one(failed)
+
+    def _begin(self, index: int) -> None:
+        """Start the engine of a number again, in the mode and with the limit of the others on its node."""
+        assert self._start is not None, "only engines that `start_engine` made can be replaced"
+        new = self._start(index)
+        self._crew.workers = (*self.workers[:index], new, *self.workers[index + 1 :])
+        calls = [] if self._kv_cache is None else [(new, new.actor.run_in_flight.remote(self._kv_cache))]
+        if self._limit is not None and new.node_id == self._limit[0]:
+            calls.append((new, new.actor.limit_threads.remote(self._limit[1])))
+        self._crew.gather(self._of("a change of mode"), calls)
 
     def _hold_slice(self, max_s: float) -> None:
         """Run every engine that has groups: a single engine for `max_s`, several engines for a short slice.
@@ -351,8 +359,7 @@ class RemoteEngine(Proxy):
                 continue
             self._held.append(portion)
             self._ledger.complete(index for index, _ in portion.groups)
-        if lost:
-            raise LostWorkerError("; ".join(map(str, lost)), [worker for error in lost for worker in error.workers])
+        _raise_as_one(lost)
 
     def _ask_some(self, names: Collection[str], what: str, call: Callable[[Worker], Any]) -> list[Any]:
         calls = [(engine, call(engine)) for engine in self.workers if engine.name in names]
@@ -360,6 +367,11 @@ class RemoteEngine(Proxy):
 
     def _of(self, what: str) -> str:
         return f"{what} with policy version {self._policy_version}"
+
+
+def _raise_as_one(lost: Sequence[LostWorkerError]) -> None:
+    if lost:
+        raise LostWorkerError("; ".join(map(str, lost)), [worker for error in lost for worker in error.workers])
 
 
 def generate_dealt(crew: Crew, dealt: Deal, sampling: SamplingConfig, what: str) -> list[list[Portion]]:

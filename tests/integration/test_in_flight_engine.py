@@ -198,6 +198,8 @@ def test_what_is_started_anew_is_drawn_by_the_present_weights_with_its_new_seeds
     assert 0 < num <= GROUP
     assert engine.under_way[0].seeds == tuple(seed + 1 for seed in requests[0].seeds)
     found = _finish(engine)
+    count = engine.workers[0].actor.__ray_call__
+    assert ray.get(count.remote(lambda own: own._counts._num_preemptions)) == 0  # what starts anew reports none
     anew = [rollout for rollout in found[80].rollouts if not rollout.versions and rollout.policy_version == 1]
     assert len(anew) == num
     assert {rollout.policy_version for rollout in found[81].rollouts} == {0}

@@ -482,6 +482,12 @@ def test_the_autopilot_learns_nothing_from_an_evaluation(attempted: Attempt) -> 
     assert [record.autopilot for record in records] == [record.autopilot for record in alone]
 
 
+def test_a_step_without_drafts_is_judged_unless_the_schedule_has_such_batches(tmp_path: Path) -> None:
+    learner: Any = None
+    trainers = [run_of(tmp_path, Engines(), schedule=table)._trainer(learner, ()) for table in ((), TABLE, NO_DRAFTS)]
+    assert [trainer.guard._may_rest for trainer in trainers] == [False, False, True]
+
+
 GUESS = "so \\boxed{7}? Let me check"
 
 

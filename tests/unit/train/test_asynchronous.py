@@ -402,6 +402,44 @@ def test_after_a_death_no_group_is_lost_and_none_trained_twice(tmp_path: Path, p
     assert 0 <= counted - made_again * GROUP_SIZE <= (PROMPTS_PER_STEP * GROUP_SIZE * 3 if point == "submit" else 0)
 
 
+class Yielding(ThreadGroup):
+    """Lets the others run after the first change by the thread of the engines, which is that weights are there."""
+
+    has_yielded = False
+
+    def update(self, change: Callable[[], Any]) -> Any:
+        result = super().update(change)
+        if threading.current_thread().name == "produce" and not self.has_yielded:
+            self.has_yielded = True
+            time.sleep(0.3)
+        return result
+
+
+def test_groups_that_a_resumed_attempt_has_yet_to_begin_again_are_in_its_first_checkpoint(tmp_path: Path) -> None:
+    """Group 4 is under way at the checkpoints of steps 0 and 1, and the groups of step 1 are there before."""
+    for number in (2, 2, 0):
+        world = flight(2, seed=1)
+        world.train_step = slowly(dying(world.train_step, number), 0.1)
+        world.deliver = slowly(world.deliver, 0.2)
+        if number:
+            world.advance = holding(world, 4)
+        with pytest.raises(BoomError) if number else nullcontext():
+            in_flight(world, 2, directory=tmp_path, threads=Yielding())
+    assert Counter(world.trained) == EVERY_PROMPT
+
+
+def holding(world: FlightWorld, held: int) -> Callable[..., Portion]:
+    """An `advance` in which this group does not end."""
+    advance = world.advance
+
+    def held_back(*, max_s: float) -> Portion:
+        if held in world.flying:
+            world.flying[held].lengths = [len(tokens) + 2 for tokens in world.flying[held].versions]
+        return advance(max_s=max_s)
+
+    return held_back
+
+
 @pytest.mark.parametrize("loop", [one_step_off, in_flight])
 def test_each_death_counts_what_it_lost_and_what_was_not_begun_again_counts_once(tmp_path: Path, loop: Any) -> None:
     """Step 0 dies in training twice, with both of its batches submitted, then in the delivery of its weights; step 2 in

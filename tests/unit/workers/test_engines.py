@@ -76,19 +76,20 @@ class InProcess(Crew):
         return answers
 
 
+def actor(engine: Engine) -> Any:
+    """The engine as Ray shows it."""
+
+    def remote(method: Callable[..., Any]) -> Any:
+        return SimpleNamespace(
+            remote=lambda *given, **more: None if engine.is_dead else partial(method, *given, **more)
+        )
+
+    names = ("run_in_flight", "submit", "restart", "advance", "trace", "history", "recall")
+    return SimpleNamespace(**{name: remote(getattr(engine, name)) for name in names})
+
+
 def in_flight(num_engines: int, num_groups: int = 0) -> tuple[list[Engine], RemoteEngine]:
     """Engines, and their driver's side, which gave them groups."""
-
-    def actor(engine: Engine) -> Any:
-        """The engine as Ray shows it."""
-
-        def remote(method: Callable[..., Any]) -> Any:
-            return SimpleNamespace(
-                remote=lambda *given, **more: None if engine.is_dead else partial(method, *given, **more)
-            )
-
-        names = ("run_in_flight", "submit", "restart", "advance", "trace", "history", "recall")
-        return SimpleNamespace(**{name: remote(getattr(engine, name)) for name in names})
 
     made = [Engine() for _ in range(num_engines)]
     workers = [Worker(actor(engine), f"engine {index}") for index, engine in enumerate(made)]
@@ -170,6 +171,32 @@ def test_groups_that_a_dead_engine_was_given_are_known_as_its_own() -> None:
     with pytest.raises(LostWorkerError):
         engines.submit([request(0), request(1)], sampling=SAMPLING)
     assert [group.index for group in engines.take_lost(["engine 1"])] == [1]
+
+
+def test_engines_that_start_in_place_of_others_are_kept_though_one_fails_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the one that failed is named as lost, and the others have the mode and their place."""
+    made, remote = in_flight(3)
+    remote.run_in_flight(KvCache.KEEP)
+    killed: list[Any] = []
+    new, starts = [Engine() for _ in made], [0, 1, 2, 1]
+
+    def start(index: int) -> Worker:
+        substitute = Worker(actor(new[index]), f"engine {index}")
+        if starts.pop(0) == 1 and starts:
+            raise LostWorkerError("engine 1 died during its start", [substitute])
+        return substitute
+
+    monkeypatch.setattr(remote, "_start", start)
+    monkeypatch.setattr(engines.ray, "kill", killed.append)
+    before = remote.workers
+    with pytest.raises(LostWorkerError, match="engine 1 died") as error:
+        remote.replace(before)
+    assert [worker.name for worker in error.value.workers] == ["engine 1"]
+    assert killed == [worker.actor for worker in before]
+    remote.replace(error.value.workers)
+    assert [each.calls for each in new] == [[KvCache.KEEP]] * 3
+    remote.submit([request(index) for index in range(3)], sampling=SAMPLING)
+    assert [len(each.groups) for each in (*made, *new)] == [0, 0, 0, 1, 1, 1]
 
 
 def test_engines_are_told_of_the_groups_to_start_anew_and_all_of_a_change_of_mode_which_forgets_them() -> None:
