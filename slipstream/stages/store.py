@@ -146,6 +146,8 @@ def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
         tokenizer = [sum_of(path).xxh3 for path in config_files(str(policy or recipe.policy.model))]
     reward = to_mapping(recipe.reward)
     reward.pop("num_workers")  # the other fields decide which answers can be graded
+    for part in (reward, *reward["functions"]):  # each execution has a copy of its own of a file
+        part["function"] = part["function"] and Path(part["function"]).name
     sections = {
         "data": to_mapping(recipe.data),
         "files": _source_files(recipe.data),

@@ -11,6 +11,7 @@ import pytest
 from slipstream.config import merge
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.recipe import Recipe, load_recipe
+from slipstream.rewards.function import kept as kept_reward
 from slipstream.stages import store
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import data_identity, data_key, draft_key, finished, policy_identity, policy_key, publish
@@ -197,6 +198,17 @@ def test_data_are_known_by_the_content_of_a_local_file_and_of_another_policys_to
 
     assert key("one\n") == key("one\n")
     assert len({key("one\n"), key("two\n"), key("one\n", "{}"), key("one\n", '{"a": 1}')}) == 4
+
+
+def test_data_of_one_reward_function_have_one_key_though_each_execution_keeps_a_copy_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(): ...")
+    of: dict[str, Any] = {"function": f"{file}:score"}
+    for reward in (of, {"functions": [of | {"data_source": "a"}, {"function": "mathematics", "data_source": "b"}]}):
+        recipe = tiny({"reward": reward})
+        copies = [replace(recipe, reward=kept_reward(recipe.reward, tmp_path / name)) for name in "ab"]
+        assert copies[0].reward != copies[1].reward
+        assert len(set(map(data_key, copies))) == 1
 
 
 def test_a_brought_policy_is_known_by_the_bytes_of_its_weights_and_configs(tmp_path: Path) -> None:
