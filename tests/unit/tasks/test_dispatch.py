@@ -80,7 +80,7 @@ class Stages:
                 *("recipe", "root", "overrides", "loop", "arms"),
                 gives=lambda given: (run_context(given["root"]), self.recipe),
             ),
-            fail_run=self._notes("root", "execution", "message"),
+            fail_run=self._notes("root", "execution", "message", "stages"),
             require_lossless=self._notes("certificate"),
             require_no_drift=self._notes("recipe", "report"),
             tuned_length=self._notes("recipe", "tuning", gives=lambda _: LENGTH),
@@ -256,8 +256,8 @@ CASES = {
         arms=_ARMS,
         evaluations=["evaluations", "evaluations"],
     ),
-    "fail_run": Case(values=_FORM, message="no luck"),
-    "fail_certificate": Case(values=_FORM, message="no luck"),
+    "fail_run": Case(values=_FORM, message="no luck", stages=()),
+    "fail_certificate": Case(values=_FORM, message="no luck", stages=("prepare_data", "certify_losslessness")),
     "plan_ablation": Case(
         values=_GRID,
         recipe="tiny",
@@ -279,7 +279,9 @@ CASES = {
         marks="policy data",
         others=(_TAKES_PART,),
     ),
-    "fail_bake_off": Case(values={**_FORM, **_FIELD}, message="no luck"),
+    "fail_bake_off": Case(
+        values={**_FORM, **_FIELD}, message="no luck", stages=("prepare_data", "prepare_policy", "bake_off")
+    ),
     "preflight": Case("findings.json", values={"timeout_s": 2.0}, cluster="local", timeout_s=2.0),
     "require_ready": Case(findings=FOUND),
     "project_request": Case("projection.json", values=_REQUEST),
