@@ -225,7 +225,7 @@ CASES = {
         arms=Arms.SPECULATIVE,
     ),
     "prepare_data": Case(*_DATA, trains_draft=True),
-    "prepare_data_for": Case(*_DATA, marks="policy"),
+    "prepare_data_for": Case(*_DATA, marks="policy", trains_draft=False),
     "prepare_policy": Case("config.json", _DELIVERED, "policy.json", marks="data"),
     "pretrain_draft": Case(_DELIVERED, "draft.json", marks="policy data"),
     "tune_draft_length": Case(_DELIVERED, "sweep.svg", "tuning.json", marks="policy data draft"),
