@@ -68,6 +68,35 @@ def test_of_two_that_make_the_same_thing_at_once_both_end_with_a_whole_one(tmp_p
     assert (made(first), made(second)) == ("of first", "of second")
 
 
+def test_what_another_execution_keeps_meanwhile_is_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, look = run_context(tmp_path, "first"), run_context(tmp_path, "second"), store._made
+    (second.directory(STAGE) / "draft.json").write_text("of second")
+
+    def look_and_lose(directory: Path, key: str) -> Any:
+        found = look(directory, key)
+        monkeypatch.setattr(store, "_made", look)
+        make(first, "of first")
+        return found
+
+    monkeypatch.setattr(store, "_made", look_and_lose)
+    assert publish(second, STAGE, "k1") == tmp_path / "second" / STAGE
+    assert (made(first), made(second)) == ("of first", "of second")
+
+
+def test_an_output_that_lost_a_file_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, weights = run_context(tmp_path, "first"), Path("draft", "model.safetensors")
+    (run.directory(STAGE) / "draft").mkdir()
+    (run.directory(STAGE) / weights).write_text("weights")
+    entry = make(run, "of first")
+    (entry / weights).unlink()
+    for again in (run, run_context(tmp_path, "second")):
+        assert kept(again) is None
+    assert f"{entry / weights} is gone" in caplog.text
+    assert make(run, "once more") == entry
+
+
 def test_half_an_output_and_one_that_was_removed_are_never_used_and_made_again(tmp_path: Path) -> None:
     run, entry = run_context(tmp_path, "first"), tmp_path / "store" / STAGE / "k1"
     entry.mkdir(parents=True)
