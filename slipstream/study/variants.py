@@ -30,6 +30,7 @@ TUNED = "tuned"
 """Name of a draft length that is chosen by measured time, as in a run of the whole chain."""
 _OWN_INPUTS = {"init": "draft_inits", "method": "methods", "eagle3.loss": "losses", "seed": "seeds"}
 """Inputs of a study, by the field of `draft` that each varies."""
+_UNREAD = DraftInit.IN_DOMAIN  # of a method without pretraining, which a recipe refuses another method's init for
 
 
 class Study(StrEnum):
@@ -204,7 +205,7 @@ def _variant_recipe(
     """Resolve the recipe of one variant, which differs from the ablation's recipe only in the grid's fields."""
     setting = variant.setting
     draft = {
-        **({"init": setting.init.value} if grid.draft_inits and setting.init else {}),
+        **({"init": (setting.init or _UNREAD).value} if grid.draft_inits or setting.init is None else {}),
         **({"method": setting.method.value} if grid.methods else {}),
         **({"eagle3": {"loss": setting.loss}} if grid.losses and setting.loss else {}),
         **({"seed": variant.seed} if grid.seeds else {}),
@@ -243,7 +244,7 @@ def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
         rule, got = "must be 'shared' in a bake-off", recipe.placement.memory.value
         fix = "there several learners live at once, and each would wait with all its memory"
         require(not recipe.placement.takes_turns, "placement.memory", rule, got, fix)
-        init, online = setting.init or recipe.draft.init, replace(recipe.draft.online, when=setting.online)
+        init, online = setting.init or _UNREAD, replace(recipe.draft.online, when=setting.online)
         return replace(
             recipe,
             draft=replace(recipe.draft, method=setting.method, init=init, online=online),

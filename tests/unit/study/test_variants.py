@@ -198,6 +198,13 @@ def test_a_lookup_takes_part_once_whatever_prompts_and_training_are_tried() -> N
     assert [drafter.name for drafter in drafter_recipes(load_recipe("tiny"), grid)] == pretrained + fixed
 
 
+def test_a_draft_that_was_brought_is_compared_with_a_lookup() -> None:
+    given = {"draft": {"init": "from_hub", "model": "org/draft", "eagle3": {"vocab_size": None}}}
+    grid = Grid(**DRAFTERS | {"methods": (DraftMethod.EAGLE3, DraftMethod.NGRAM), "draft_inits": (DraftInit.FROM_HUB,)})
+    found = drafter_recipes(load_recipe("tiny", overrides=given), grid)
+    assert [drafter.name for drafter in found] == ["eagle3-from_hub-off", "ngram-off"]
+
+
 def test_an_ablation_trains_what_does_not_read_a_list_once() -> None:
     methods = (DraftMethod.EAGLE3, DraftMethod.DFLASH, DraftMethod.NGRAM)
     grid: dict[str, Any] = ONE | {"methods": methods, "draft_inits": FRESH_INITS, "losses": ("kl_div", "tv")}
