@@ -209,8 +209,10 @@ def _workflow_of(recipe: Recipe) -> str:
 
 
 def _starts_anew(root: Path, execution: str) -> bool:
-    """Return True for a study, which starts anew instead of resuming."""
-    return any((root / execution / node).is_dir() for node in ("plan_ablation", "bake_off"))
+    """Return True for a study or a certificate alone, which starts anew instead of resuming."""
+    begun = {path.name for path in (root / execution).glob("*")}
+    is_certificate = "certify_losslessness" in begun and "prepare_policy" not in begun
+    return is_certificate or not begun.isdisjoint({"plan_ablation", "bake_off"})
 
 
 @contextmanager

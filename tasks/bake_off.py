@@ -90,7 +90,7 @@ def fail_bake_off(  # noqa: PLR0913  # Flyte asks for every input of the workflo
 ) -> None:
     """Write failure.md and failure.json beside the execution's stages, and end its runs in MLflow."""
     del methods, inits, online, num_speculative_tokens, workload, num_steps, seed, overrides, reuse_stored
-    end_failed(recipe, run_root, err)
+    end_failed(recipe, run_root, err, stages=("prepare_data", "prepare_policy", "bake_off"))
 
 
 def _grid(methods: list[DraftMethod], inits: list[DraftInit], online: list[DraftOnline], k: int) -> Grid:

@@ -51,13 +51,13 @@ def fail_certificate(  # noqa: PLR0913  # as in `fail_run`
 ) -> None:
     """Write the failure of an execution of the workflow `certify`."""
     del policy, draft, workload, num_speculative_tokens, seed, overrides
-    end_failed(recipe, run_root, err)
+    end_failed(recipe, run_root, err, stages=("prepare_data", "certify_losslessness"))
 
 
-def end_failed(recipe: str, run_root: str, error: FlyteError | None) -> None:
-    """Write the failure of an execution that cannot be resumed."""
-    _fail(execution_name(recipe), run_root, error)
+def end_failed(recipe: str, run_root: str, error: FlyteError | None, *, stages: tuple[str, ...]) -> None:
+    """Write the failure of an execution that cannot be resumed, and has these stages."""
+    _fail(execution_name(recipe), run_root, error, stages)
 
 
-def _fail(execution: str, run_root: str, error: FlyteError | None) -> None:
-    stage.fail_run(root_of(run_root), execution, message=error.message if error is not None else "")
+def _fail(execution: str, run_root: str, error: FlyteError | None, stages: tuple[str, ...] = ()) -> None:
+    stage.fail_run(root_of(run_root), execution, message=error.message if error is not None else "", stages=stages)

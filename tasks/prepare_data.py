@@ -34,6 +34,6 @@ def prepare_data(context: RunContext, recipe: FlyteFile) -> Data:
 @task(**on_cpus())
 @recoverable(PREPARING)
 def prepare_data_for(context: RunContext, recipe: FlyteFile, policy: FlyteDirectory) -> Data:
-    """Prepare the prompt sets with the tokenizer of `policy`, which may differ from the recipe's model."""
-    directory = stage.prepare_data(context, recipe_of(recipe), policy=records_of(policy))
+    """Prepare the prompt sets, on which no draft is trained, with the tokenizer of `policy`, not the recipe's model."""
+    directory = stage.prepare_data(context, recipe_of(recipe), policy=records_of(policy), trains_draft=False)
     return Data(data=handed_on(context, "prepare_data", directory, records=_RECORDS))

@@ -84,8 +84,8 @@ def ablation(  # noqa: PLR0913  # one input a line of the launch form
     Args:
         recipe: name of a file in configs/ without its extension, or a path to a recipe.
         draft_inits: prompts for the pretraining of drafts: in_domain, general.
-        methods: speculation methods, named as in vLLM: eagle3.
-        losses: pretraining losses of drafts: kl_div, tv, lk.
+        methods: speculation methods, named as in vLLM: eagle3, dflash, draft_model, ngram, suffix, history.
+        losses: pretraining losses of eagle3 drafts: kl_div, tv, lk, lk_hybrid.
         draft_lengths: draft tokens an iteration (k); 0, or an empty list, tunes k by measured time for each draft.
         seeds: integer seeds of drafts, prompts, sampling and training; an empty list takes the recipe's, or the day's.
         workloads: kinds of policy at the start of RL: rl_zero is a base model, rl_think a model with reasoning traces.

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from slipstream.config import require
 from slipstream.data.prompts import read_prompt_sets
 from slipstream.drafts.length import DraftLength
 from slipstream.grpo.config import KvCache
@@ -186,7 +187,9 @@ def _drawn(
 
 
 def certify_alone(context: RunContext, recipe: Recipe, *, policy: Path, data: Path, draft: Path, k: int) -> Path:
-    """Certify `draft` for a policy that was not trained, and end the execution's run."""
+    """Certify `draft` for a policy that was not trained, and end the execution's run; refuse `k` without room."""
+    require(k >= 1, "num_speculative_tokens", "must be >= 1", k)
+    recipe = replace(recipe, tuning=replace(recipe.tuning, candidate_ks=(0, k)))
     length = given_length(recipe, k)
     directory = certify_losslessness(
         context, recipe, policy=policy, trained=policy, data=data, draft=draft, length=length

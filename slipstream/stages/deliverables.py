@@ -58,7 +58,8 @@ def deliver(
     whole = Path(context.execution) / "handed_on" / f"{node}-{identity(directory, *both)}"
     with put(root / whole) as folder:
         _link_all(directory, both, folder)
-    target, size = root / context.execution / "deliverables" / node, num_bytes(root / whole)
+        size = num_bytes(folder)  # one that was there before may have lost a file
+    target = root / context.execution / "deliverables" / node
     with replaced_directory(target) as folder:
         _link_all(directory, records, folder)
         write_record(Deliverable(path=str(whole), num_bytes=size), folder / MANIFEST)

@@ -37,10 +37,13 @@ class FailureRecord:
     unfinished: tuple[str, ...]
 
 
-def fail_run(root: Path, execution: str, *, message: str) -> None:
+def fail_run(root: Path, execution: str, *, message: str, stages: Sequence[str] = ()) -> None:
     """End the open runs of a failed execution, and write its error and results to failure.md and failure.json.
 
     Where Flyte's own execution would have resumed this one and was refused, this one stays as it is.
+
+    Args:
+        stages: those of its workflow, in their order; empty: the whole chain's.
     """
     path = recorded_recipe(root, execution)
     if not path.is_file():
@@ -51,10 +54,11 @@ def fail_run(root: Path, execution: str, *, message: str) -> None:
         return
     recipe, directory = load_recipe(str(path)), root / execution
     context = RunContext(execution=execution, root=str(root))
-    endings = _endings(recipe, recorded_arms(root, execution))
+    chain = _endings(recipe, recorded_arms(root, execution))
+    endings = {name: chain.get(name, f"{name}.json") for name in stages or chain}
     finished = tuple(name for name, ending in endings.items() if (directory / name / ending).is_file())
     unfinished = tuple(name for name in endings if name not in finished)
-    node = _failed(unfinished, directory, message)
+    node = _failed(finished, unfinished, directory, message)
     record = FailureRecord(execution=execution, node=node, message=message, finished=finished, unfinished=unfinished)
     page = context.directory("fail_run") / "failure.md"
     write_record(record, page.with_suffix(".json"))
@@ -94,15 +98,16 @@ def reconcile(root: Path, flyte: FlyteAdmin) -> dict[str, str]:
     return ended
 
 
-def _failed(unfinished: Sequence[str], directory: Path, message: str) -> str:
+def _failed(finished: Sequence[str], unfinished: Sequence[str], directory: Path, message: str) -> str:
     """Stage that failed: of the unfinished ones the first that the error names, else the first that was begun.
 
-    After the report, only its two verdicts can fail an execution.
+    After the last stage, only verdicts can fail an execution, or what hands the stage's output on.
     """
-    if "report_speedup" not in unfinished:
+    if "report_speedup" in finished or not unfinished:
         path = directory / "certify_losslessness" / "certificate.json"
-        is_lossless = not path.is_file() or read_record(CertificateRecord, path).verdict == LOSSLESS
-        return "require_no_drift" if is_lossless else "require_lossless"
+        if path.is_file() and read_record(CertificateRecord, path).verdict != LOSSLESS:
+            return "require_lossless"
+        return "require_no_drift" if "report_speedup" in finished else finished[-1]
     named = [name for name in unfinished if name in message]
     begun = [name for name in unfinished if (directory / name).is_dir()]
     return [*named, *begun, *unfinished][0]

@@ -46,6 +46,7 @@ class Made:
     key: str
     execution: str
     date: str
+    files: tuple[str, ...] = ()  # names of all others
 
 
 def finished(context: RunContext, node: str, record: str) -> Path | None:
@@ -79,12 +80,14 @@ def publish(context: RunContext, stage: str, key: str) -> Path:
     """Move the stage's output from its execution's directory into the store; return its new location."""
     own, entry = context.directory(stage), _entry(context, stage, key)
     date = f"{datetime.now(tz=UTC):%Y-%m-%d %H:%M:%S UTC}"
-    write_record(Made(stage=stage, key=key, execution=context.execution, date=date), own / _MARKER)
+    files = tuple(str(path.relative_to(own)) for path in own.rglob("*") if path.is_symlink() or not path.is_dir())
+    write_record(Made(stage=stage, key=key, execution=context.execution, date=date, files=files), own / _MARKER)
     entry.parent.mkdir(parents=True, exist_ok=True)
+    is_there = entry.exists()  # whatever comes from here on is another execution's
     if _made(entry, key) is not None:
         return own  # another execution was first, or this one is fresh: an entry in use is never replaced
-    if entry.exists():
-        shutil.rmtree(entry)  # made by something else: `publish` leaves nothing half-written
+    if is_there:
+        shutil.rmtree(entry)  # damaged, or made by something else: `publish` leaves nothing half-written
     try:
         own.rename(entry)
     except OSError as error:
@@ -101,17 +104,17 @@ def _entry(context: RunContext, stage: str, key: str) -> Path:
 
 
 def _made(directory: Path, key: str) -> Made | None:
-    """Marker of `directory` if it was finished under `key` and none of its links is broken."""
+    """Marker of `directory` if it was finished under `key`, no file is gone and no link is broken."""
     marker = directory / _MARKER
     if not marker.is_file():
         return None
     made = read_record(Made, marker)
     if made.key != key:
         return None
-    for path in sorted(directory.rglob("*")):
-        if path.is_symlink() and not path.exists():
-            gone = f"the target {path.readlink()} of the link {path} is gone"
-            logger.warning("%s: %s, so the output is made again", made.stage, gone)
+    for path in (directory / name for name in made.files):
+        if not path.exists():
+            link = f"the target {path.readlink()} of the link " if path.is_symlink() else ""
+            logger.warning("%s: %s%s is gone, so the output is made again", made.stage, link, path)
             return None
     return made
 
@@ -146,6 +149,8 @@ def data_key(recipe: Recipe, *, policy: Path | None = None) -> str:
         tokenizer = [sum_of(path).xxh3 for path in config_files(str(policy or recipe.policy.model))]
     reward = to_mapping(recipe.reward)
     reward.pop("num_workers")  # the other fields decide which answers can be graded
+    for part in (reward, *reward["functions"]):  # each execution has a copy of its own of a file
+        part["function"] = part["function"] and Path(part["function"]).name
     sections = {
         "data": to_mapping(recipe.data),
         "files": _source_files(recipe.data),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,7 +75,7 @@ def train_grpo(
     if num_steps:
         end_idle()
         with ExitStack() as opened:
-            members = {nodes[arm]: partial(opened.enter_context(member(arm)), **given) for arm in left}
+            members = {nodes[arm]: partial(_begun(member(arm), opened), **given) for arm in left}
             ended = in_turn(members, num_steps=num_steps, needed=members)
             errors = [each for each in ended.values() if isinstance(each, BaseException)]
             for error in sorted(errors, key=lambda error: isinstance(error, Stopped)):
@@ -86,6 +86,19 @@ def train_grpo(
             with member(arm) as train_alone:
                 train_alone(**given)
     return directories
+
+
+def _begun(member: AbstractContextManager[Callable[..., ArmRecord]], opened: ExitStack) -> Callable[..., ArmRecord]:
+    """Open an arm's MLflow run, which ends with the arm's training, whatever becomes of the other arm."""
+    own = opened.enter_context(ExitStack())
+    train = own.enter_context(member)
+
+    def trained(*given: Any, **named: Any) -> ArmRecord:
+        record = train(*given, **named)
+        own.close()
+        return record
+
+    return trained
 
 
 def train_arm(tracker: Tracker, turn: Turn = ALONE, **given: Any) -> ArmRecord:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slipstream.drafts.methods import require_package
 from slipstream.kubernetes.profile import ClusterProfile
 from slipstream.recipe import Recipe, load_recipe, parameters, write_recipe
 from slipstream.records.files import read_record, write_record
 from slipstream.records.stages import TuningRecord
 from slipstream.records.steps import ArmRecord
+from slipstream.rewards.function import kept, write_kept
 from slipstream.stages.context import RunContext, arm_node, recorded_recipe
 from slipstream.stages.deliverables import assemble, deliver
 from slipstream.stages.prepare_data import prepare_data
@@ -83,6 +85,12 @@ def plan_ablation(
     root = root.resolve()
     resolved = variant_recipes(recipe_name, grid, requested)
     recipes = {variant: on_cluster(recipe, cluster) for variant, (recipe, _) in resolved.items()}
+    for recipe in recipes.values() if cluster.is_local else ():  # pods have another image; there pretraining checks
+        require_package(recipe.draft.method)
+    rewards = {recipe.reward: kept(recipe.reward, root / execution / _PLAN_NODE) for recipe in recipes.values()}
+    for own, copy in rewards.items():
+        write_kept(own, copy)
+    recipes = {variant: replace(recipe, reward=rewards[recipe.reward]) for variant, recipe in recipes.items()}
     first = next(iter(recipes.values()))
     plan = PlanRecord(execution=execution, recipe=first.name, parts=parts(recipes))
     for part in plan.parts:

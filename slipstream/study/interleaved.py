@@ -27,7 +27,7 @@ from slipstream.stages.runs import NOTE, execution_run, tracked
 from slipstream.stages.store import finished
 from slipstream.stages.support import decode, settled, tokenizer
 from slipstream.stages.train_grpo import arm_plan, end_idle, train_arm
-from slipstream.study.ranking import Trained, rank, result_metrics
+from slipstream.study.ranking import StudyRecord, Trained, rank, result_metrics
 from slipstream.study.study_page import answers, write_study
 from slipstream.study.variants import Grid, Study, Variant, drafter_recipes
 from slipstream.tracking.config import ABLATION, KIND_TAG
@@ -61,8 +61,18 @@ def check_drafters(context: RunContext, recipe: Recipe, grid: Grid) -> list[str]
 
 def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, data: Path) -> Path:
     """Compare the drafters, and list failures with their reasons; return a directory with page, record and figure."""
-    if done := finished(context, NODE, "bake_off.json"):
-        return done
+    done = finished(context, NODE, "bake_off.json") or _compared(context, recipe, grid, policy=policy, data=data)
+    record = read_record(StudyRecord, done / "bake_off.json")
+    text = " ".join(answers(record))
+    with execution_run(context, recipe) as run:  # an attempt that had compared all may have been lost before this
+        run.log(result_metrics(record))
+        # The kind is that of an ablation: beside executions of the chain, which have two arms, it would be misread.
+        run.set_tags({NOTE: text, "num_dropouts": str(len(record.failures)), KIND_TAG: ABLATION})
+    logger.info("bake_off: %s", text)
+    return done
+
+
+def _compared(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, data: Path) -> Path:
     recipe = settled(context, recipe)
     drafters = drafter_recipes(recipe, grid)
     directory = context.directory(NODE)
@@ -85,12 +95,6 @@ def bake_off(context: RunContext, recipe: Recipe, grid: Grid, *, policy: Path, d
         for path in write_study(record, directory):
             tracker.log_artifact(path)
         tracker.log(result_metrics(record))
-    text = " ".join(answers(record))
-    with execution_run(context, recipe) as run:
-        run.log(result_metrics(record))
-        # The kind is that of an ablation: beside executions of the chain, which have two arms, it would be misread.
-        run.set_tags({NOTE: text, "num_dropouts": str(len(record.failures)), KIND_TAG: ABLATION})
-    logger.info("bake_off: %s", text)
     return directory
 
 

@@ -56,9 +56,9 @@ def label(record: StudyRecord, setting: Setting) -> str:
     settings = {variant.setting for variant in record.variants}
     shown = {
         "workload": WORKLOAD_LABELS[setting.workload.value],
-        **{axis: str(getattr(setting, axis)) for axis in ("init", "method", "loss")},
+        **{axis: str(getattr(setting, axis) or "") for axis in ("init", "method", "loss")},
     }
-    words = [text for axis, text in shown.items() if len({getattr(other, axis) for other in settings}) > 1]
+    words = [text for axis, text in shown.items() if text and len({getattr(other, axis) for other in settings}) > 1]
     length = f"k {setting.num_speculative_tokens or TUNED}"
     return ", ".join([*words, length]) if words or len(settings) > 1 else setting.name
 

@@ -30,6 +30,7 @@ TUNED = "tuned"
 """Name of a draft length that is chosen by measured time, as in a run of the whole chain."""
 _OWN_INPUTS = {"init": "draft_inits", "method": "methods", "eagle3.loss": "losses", "seed": "seeds"}
 """Inputs of a study, by the field of `draft` that each varies."""
+_UNREAD = DraftInit.IN_DOMAIN  # of a method without pretraining, which a recipe refuses another method's init for
 
 
 class Study(StrEnum):
@@ -60,14 +61,14 @@ class Setting:
     workload: Workload
     method: DraftMethod
     init: DraftInit | None  # None where nothing is pretrained
-    loss: str
+    loss: str  # empty where the method has no choice of it
     num_speculative_tokens: int  # 0 is tuned
     online: DraftOnline | None = None  # None keeps the recipe's value, as in an ablation
 
     @property
     def draft_name(self) -> str:
         """Name of the draft; settings that differ only in draft length share it."""
-        return f"{self.workload.value}-{self.init}-{self.method.value}-{self.loss}"
+        return "-".join(filter(None, (self.workload, self.init, self.method, self.loss)))
 
     @property
     def name(self) -> str:
@@ -115,7 +116,8 @@ class Grid:
     def variants(self, recipes: Iterable[Recipe]) -> tuple[Variant, ...]:
         """Return all variants of `recipes`, one recipe a workload; variants with the same baseline are adjacent.
 
-        In a bake-off a method without pretraining has no prompts, and a method without training in RL stays fixed.
+        A method without pretraining has no prompts, one without a choice of losses none, and in a bake-off a method
+        without training in RL stays fixed.
         """
         found: dict[Variant, None] = {}
         for recipe in recipes:
@@ -127,13 +129,15 @@ class Grid:
                 self.draft_lengths or (0,),
                 self.online or (None,),
             ):
+                traits = TRAITS[method]
                 setting = Setting(
-                    workload=recipe.workload, method=method, init=init, loss=loss, num_speculative_tokens=k
+                    workload=recipe.workload,
+                    method=method,
+                    init=None if traits.training is Training.NONE else init,
+                    loss=loss if "eagle3" in traits.fields else "",
+                    num_speculative_tokens=k,
+                    online=DraftOnline.OFF if online and not traits.trains_online else online,
                 )
-                if online is not None:
-                    own_init = init if TRAITS[method].training is not Training.NONE else None
-                    own_online = online if TRAITS[method].trains_online else DraftOnline.OFF
-                    setting = replace(setting, init=own_init, online=own_online)
                 found[Variant(setting=setting, seed=seed)] = None
         return tuple(found)
 
@@ -201,9 +205,9 @@ def _variant_recipe(
     """Resolve the recipe of one variant, which differs from the ablation's recipe only in the grid's fields."""
     setting = variant.setting
     draft = {
-        **({"init": str(setting.init)} if grid.draft_inits else {}),
+        **({"init": (setting.init or _UNREAD).value} if grid.draft_inits or setting.init is None else {}),
         **({"method": setting.method.value} if grid.methods else {}),
-        **({"eagle3": {"loss": setting.loss}} if grid.losses else {}),
+        **({"eagle3": {"loss": setting.loss}} if grid.losses and setting.loss else {}),
         **({"seed": variant.seed} if grid.seeds else {}),
     }
     own: dict[str, Any] = {"draft": draft}
@@ -240,7 +244,7 @@ def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
         rule, got = "must be 'shared' in a bake-off", recipe.placement.memory.value
         fix = "there several learners live at once, and each would wait with all its memory"
         require(not recipe.placement.takes_turns, "placement.memory", rule, got, fix)
-        init, online = setting.init or recipe.draft.init, replace(recipe.draft.online, when=setting.online)
+        init, online = setting.init or _UNREAD, replace(recipe.draft.online, when=setting.online)
         return replace(
             recipe,
             draft=replace(recipe.draft, method=setting.method, init=init, online=online),

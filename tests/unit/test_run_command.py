@@ -45,6 +45,8 @@ def root(tmp_path: Path) -> Path:
     execution(tmp_path, "b", started_s=200)
     write_arms(tmp_path, "b", Arms.SPECULATIVE)
     execution(tmp_path, "c", started_s=300, is_finished=True)
+    execution(tmp_path, "d", started_s=400)  # of the workflow `certify`, which trains nothing
+    (tmp_path / "d" / "certify_losslessness").mkdir()
     return tmp_path
 
 

@@ -110,3 +110,19 @@ def test_a_certificate_of_no_tuned_length_needs_a_kind_of_drafts(tmp_path: Path,
         "draft.sampling must be probabilistic or greedy where no draft length is tuned, got 'auto'; "
         "tuning alone compares the two"
     )
+
+
+@pytest.mark.parametrize(
+    ("k", "words"),
+    [
+        (0, "num_speculative_tokens must be >= 1, got 0"),  # an engine without drafts is no subject of a certificate
+        (60, "engine.max_model_len must hold data.max_prompt_tokens"),
+    ],
+)
+def test_a_certificate_of_a_k_that_no_engine_can_draft_is_refused(
+    tmp_path: Path, refusal: Callable[..., str], k: int, words: str
+) -> None:
+    paths = {"policy": tmp_path, "data": tmp_path, "draft": tmp_path}
+    assert refusal(partial(stage.certify_alone, run_context(tmp_path), load_recipe("tiny"), **paths, k=k)).startswith(
+        words
+    )

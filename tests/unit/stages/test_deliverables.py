@@ -56,6 +56,13 @@ def test_a_later_task_sees_what_was_handed_on_whatever_became_of_the_directory(t
     assert (again / MODEL).read_text() == "another one"
 
 
+def test_a_folder_that_lost_its_weights_stays_incomplete_when_it_is_handed_on_again(tmp_path: Path) -> None:
+    directory = _arm(tmp_path)
+    (assemble(run_context(tmp_path), _hand_on(tmp_path, directory)) / MODEL).unlink()
+    with pytest.raises(ConfigError, match="must hold 14 bytes, got 4; remove it"):
+        assemble(run_context(tmp_path), _hand_on(tmp_path, directory))
+
+
 def test_weights_are_found_again_after_a_move_of_the_root(tmp_path: Path) -> None:
     folder = _hand_on(tmp_path / "here", _arm(tmp_path / "here")).relative_to(tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")

@@ -5,6 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from slipstream.recipe import load_recipe, write_recipe
 from slipstream.records.files import write_record
 from slipstream.records.stages import TuningRecord
@@ -17,7 +19,7 @@ from slipstream.tracking.tracker import Tracker
 from slipstream.types import Arms
 from tests.small import run_context
 from tests.unit.lagging import ONE_STEP_OFF
-from tests.unit.report.handmade import RECORD
+from tests.unit.report.handmade import CERTIFICATE, RECORD
 
 
 def _failed(root: Path, message: str = "lost", **overrides: Any) -> tuple[str, Path]:
@@ -69,3 +71,29 @@ def test_a_failed_asynchronous_execution_names_the_arms_of_both_loops(stored_roo
     assert "- evaluate_aime_speculative_asynchronous: not finished" in page
     assert "- autoregressive, k=0: 6 steps of 8.00 s (median), reward 0.100 to 0.500" in page
     assert "- autoregressive, asynchronous, k=0: 6 steps of 8.00 s (median), reward 0.100 to 0.500" in page
+
+
+@pytest.mark.parametrize(
+    ("verdict", "begun", "stages", "failed"),
+    [
+        ("not lossless", (), ("prepare_data", "certify_losslessness"), "require_lossless"),
+        ("lossless", (), ("prepare_data", "certify_losslessness"), "certify_losslessness"),
+        ("", ("bake_off",), ("prepare_data", "bake_off"), "bake_off"),
+    ],
+)
+def test_an_execution_of_another_workflow_failed_in_a_stage_that_it_has(
+    stored_root: Path, verdict: str, begun: tuple[str, ...], stages: tuple[str, ...], failed: str
+) -> None:
+    context, recipe = run_context(stored_root), load_recipe("tiny")
+    (context.directory("prepare_data") / "manifest.json").write_text("[]")
+    if verdict:
+        write_record(
+            replace(CERTIFICATE, verdict=verdict), context.directory("certify_losslessness") / "certificate.json"
+        )
+    for name in begun:
+        context.directory(name)
+    write_recipe(recipe, recorded_recipe(stored_root, "e"))
+    fail_run(stored_root, "e", message="lost", stages=stages)
+    page = (stored_root / "e" / "fail_run" / "failure.md").read_text()
+    assert f"Failed stage: {failed}." in page
+    assert "train_grpo" not in page

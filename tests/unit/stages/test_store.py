@@ -11,6 +11,7 @@ import pytest
 from slipstream.config import merge
 from slipstream.data.tokenizer import write_tokenizer
 from slipstream.recipe import Recipe, load_recipe
+from slipstream.rewards.function import kept as kept_reward
 from slipstream.stages import store
 from slipstream.stages.context import RunContext
 from slipstream.stages.store import data_identity, data_key, draft_key, finished, policy_identity, policy_key, publish
@@ -65,6 +66,35 @@ def test_of_two_that_make_the_same_thing_at_once_both_end_with_a_whole_one(tmp_p
     assert make(first, "of first") == tmp_path / "store" / STAGE / "k1"
     assert publish(second, STAGE, "k1") == tmp_path / "second" / STAGE
     assert (made(first), made(second)) == ("of first", "of second")
+
+
+def test_what_another_execution_keeps_meanwhile_is_never_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, look = run_context(tmp_path, "first"), run_context(tmp_path, "second"), store._made
+    (second.directory(STAGE) / "draft.json").write_text("of second")
+
+    def look_and_lose(directory: Path, key: str) -> Any:
+        found = look(directory, key)
+        monkeypatch.setattr(store, "_made", look)
+        make(first, "of first")
+        return found
+
+    monkeypatch.setattr(store, "_made", look_and_lose)
+    assert publish(second, STAGE, "k1") == tmp_path / "second" / STAGE
+    assert (made(first), made(second)) == ("of first", "of second")
+
+
+def test_an_output_that_lost_a_file_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, weights = run_context(tmp_path, "first"), Path("draft", "model.safetensors")
+    (run.directory(STAGE) / "draft").mkdir()
+    (run.directory(STAGE) / weights).write_text("weights")
+    entry = make(run, "of first")
+    (entry / weights).unlink()
+    for again in (run, run_context(tmp_path, "second")):
+        assert kept(again) is None
+    assert f"{entry / weights} is gone" in caplog.text
+    assert make(run, "once more") == entry
 
 
 def test_half_an_output_and_one_that_was_removed_are_never_used_and_made_again(tmp_path: Path) -> None:
@@ -201,6 +231,17 @@ def test_data_are_known_by_the_content_of_a_local_file_and_of_another_policys_to
     first = key("one\n")
     source.rename(tmp_path / "test.jsonl")
     assert data_key(recipe) != first
+
+
+def test_data_of_one_reward_function_have_one_key_though_each_execution_keeps_a_copy_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(): ...")
+    of: dict[str, Any] = {"function": f"{file}:score"}
+    for reward in (of, {"functions": [of | {"data_source": "a"}, {"function": "mathematics", "data_source": "b"}]}):
+        recipe = tiny({"reward": reward})
+        copies = [replace(recipe, reward=kept_reward(recipe.reward, tmp_path / name)) for name in "ab"]
+        assert copies[0].reward != copies[1].reward
+        assert len(set(map(data_key, copies))) == 1
 
 
 def test_a_brought_policy_is_known_by_the_bytes_of_its_weights_and_configs(tmp_path: Path) -> None:

@@ -103,13 +103,14 @@ class Trained:
     steps: list[str] = field(default_factory=list)
     validated: list[Any] = field(default_factory=list)
     fails: Arm | None = None
+    fails_at: int = 1
     turns: set[int] = field(default_factory=set)
 
     def __call__(self, recipe: Recipe, plan: ArmPlan, *, turn: Turn, **_: Any) -> ArmRecord:
         self.turns.add(turn.num_steps)
         for step in range(3):
             turn.begin(step)
-            if plan.arm is self.fails and step == 1:
+            if plan.arm is self.fails and step == self.fails_at:
                 raise ValueError("no memory")
             self.steps.append(f"{plan.arm[0]}{step}")
         self.validated.append(plan.validation)
@@ -124,8 +125,8 @@ def trained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Train:
     """Trains both arms of a recipe with fakes around them; what they did, and how their MLflow runs ended."""
     tuned(tmp_path, k=2)
 
-    def run(overrides: dict[str, Any], *, fails: Arm | None = None) -> tuple[Trained, list[str]]:
-        fake, runs = Trained(fails=fails), list[str]()
+    def run(overrides: dict[str, Any], **fails: Any) -> tuple[Trained, list[str]]:
+        fake, runs = Trained(**fails), list[str]()
 
         @contextmanager
         def tracked(context: RunContext, recipe: Recipe, node: str, *_: Any, **__: Any) -> Iterator[Any]:
@@ -177,6 +178,12 @@ def test_an_arm_that_fails_ends_the_other_at_its_next_turn_and_both_runs(trained
     fake, runs = trained({}, fails=Arm.SPECULATIVE)
     assert fake.steps == ["a0", "s0"]
     assert sorted(runs) == ["train_grpo_autoregressive: ValueError", "train_grpo_speculative: ValueError"]
+
+
+def test_the_run_of_a_finished_arm_ends_as_finished_though_the_other_fails_afterwards(trained: Train) -> None:
+    fake, runs = trained({}, fails=Arm.SPECULATIVE, fails_at=2)
+    assert fake.steps == ["a0", "s0", "s1", "a1", "a2"]
+    assert runs == ["train_grpo_autoregressive", "train_grpo_speculative: ValueError"]  # no retry opens the first
 
 
 def test_a_retry_trains_what_is_not_done(trained: Train) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from slipstream.config import ConfigError
-from slipstream.drafts.config import DraftInit
+from slipstream.drafts.config import DraftInit, DraftMethod
 from slipstream.kubernetes.profile import ClusterProfile, FlyteServer, read_profile
 from slipstream.recipe import load_recipe
 from slipstream.records.files import write_record
@@ -53,6 +53,22 @@ def test_every_part_has_a_context_and_a_recipe_of_its_own_below_the_ablations(tm
     assert load_recipe(str(recorded_recipe(tmp_path, f"abl/{VARIANT}"))).tuning.candidate_ks == (0, 3)
     assert len(read_plan(tmp_path, "abl").parts) == 5
     assert "candidate_ks:  # launch\n" in recorded_recipe(tmp_path, f"abl/{VARIANT}").read_text()
+
+
+def test_all_parts_score_by_the_reward_that_the_ablation_began_with(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def score(data_source, solution_str, ground_truth, extra_info): return 1.0")
+    given = {"cluster": read_profile("local"), "requested": {"reward": {"function": f"{file}:score"}}}
+    plan_ablation("tiny", Grid(draft_lengths=(3, 5)), root=tmp_path / "runs", execution="abl", **given)
+    file.write_text("def score(data_source, solution_str, ground_truth, extra_info): return 0.0")
+    paths = [recorded_recipe(tmp_path / "runs", f"abl/{name}") for name in (VARIANT, OTHER, "baseline-rl_zero-seed0")]
+    (function,) = {load_recipe(str(path)).reward.function for path in paths}
+    assert "return 1.0" in Path(str(function).rpartition(":")[0]).read_text()
+
+
+def test_a_variant_whose_package_is_not_here_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"draft\.method must do without the package arctic_inference"):
+        plan(tmp_path, methods=(DraftMethod.SUFFIX,))
 
 
 def test_an_ablation_does_not_start_beside_another_execution_on_gpu_nodes_without_a_queue(tmp_path: Path) -> None:

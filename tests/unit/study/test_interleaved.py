@@ -13,15 +13,17 @@ import pytest
 
 from slipstream.drafts.config import DraftInit, DraftMethod, DraftOnline
 from slipstream.recipe import load_recipe
-from slipstream.records.files import read_record
+from slipstream.records.files import read_record, write_record
 from slipstream.records.steps import ArmRecord
 from slipstream.stages import train_grpo
 from slipstream.study import interleaved
-from slipstream.study.variants import Grid, drafter_recipes
+from slipstream.study.ranking import StudyRecord
+from slipstream.study.variants import Grid, Study, drafter_recipes
+from slipstream.tracking.spool import read_spool
 from slipstream.train.arm import ArmPlan
 from slipstream.train.turns import in_turn
 from slipstream.types import Arm
-from tests.small import run_context
+from tests.small import UNTRACKED, run_context
 
 
 def test_arms_take_turns_after_engines_started_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,3 +94,15 @@ def test_without_its_autoregressive_arm_no_drafter_goes_on(tmp_path: Path, monke
     with pytest.raises(ConnectionError):
         interleaved._trained(run_context(tmp_path, "e"), {drafter: member}, 1, policy=tmp_path, data=tmp_path)
     assert taken == ["autoregressive0", "drafter0", "drafter1", "autoregressive1"]
+
+
+def test_an_attempt_after_all_were_compared_ends_the_executions_run_with_the_results(tmp_path: Path) -> None:
+    context, recipe = run_context(tmp_path), load_recipe("tiny", overrides={"tracking": UNTRACKED})
+    interleaved.execution_run(context, recipe).detach()  # the pod was lost after the record was written
+    record = StudyRecord(study=Study.BAKE_OFF, execution="e", recipe="tiny", rows=(), failures=())
+    write_record(record, context.directory("bake_off") / "bake_off.json")
+    interleaved.bake_off(context, recipe, Grid(), policy=tmp_path, data=tmp_path)
+    (spool,) = (tmp_path / "spool").glob("*.jsonl")
+    events = read_spool(spool).events
+    assert events[-1].status == "FINISHED"
+    assert any("result/num_drafters" in event.metrics for event in events)
