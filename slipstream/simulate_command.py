@@ -121,7 +121,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     found = calibrate_run(run.arms, run.tuning, run_setting(known_layout(run)))
     print(f"{calibration_text(found.ensemble.record(run.execution))}\n")
     if found.check is None:
-        print("no speculative arm with k > 0: nothing to check the calibration on\n")
+        print("no speculative arm with one k > 0: nothing to check the calibration on\n")
     else:
         length = f"acceptance length {found.check.acceptance_length:.2f} of the sweep"
         print(f"speculative arm, k = {found.check.k}, {length}; not fitted\n{table_text(check_table(found.check))}\n")

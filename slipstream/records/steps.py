@@ -206,7 +206,7 @@ class StepRecord:
     draft_version: int | None  # version of the draft that proposed tokens for them
     refit: RefitCheck
     num_engine_restarts: int = 0  # lost engines; `times` includes their replacement, except in an evaluation
-    engine_idle_fraction: float = 0.0  # share of the engines' time during generation; 0 for a single engine
+    engine_idle_fraction: float = 0.0  # share of the time of calls that generate; 0 for a single engine, but in flight
     has_logprob_pass: bool = True  # False: the stage was left out because the training pass gives the same logprobs
     draft_decision: DraftDecision | None = None  # None: the recipe does not train the draft during RL
     draft_update: DraftUpdate | None = None  # None: the draft stayed as it was
@@ -222,6 +222,7 @@ class StepRecord:
     num_preemptions: int = 0  # rollouts that made room in a full KV cache and were recomputed
     num_filtered: int = 0  # rollouts that were cut off and left out of the loss
     dynamic_sampling: DynamicSampling | None = None  # None: the step trains on all that it samples
+    ended_at_s: float = 0.0  # in seconds since 1970; 0: not recorded
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -99,7 +99,6 @@ def predicted(record: RunRecord) -> AsynchronousPrediction | None:
         [arm for arm in record.arms if any(arm.arm is each.arm for each in arms)],
         lag=arms[0].max_off_policy_steps,
         mode=LoopMode(arms[0].loop),
-        has_logprob_pass=any(step.has_logprob_pass for arm in record.asynchronous for step in arm.steps),
     )
 
 

@@ -7,9 +7,10 @@ Parts of an asynchronous step are means over the timed steps, so that they add u
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import groupby
+from itertools import compress, groupby
 from typing import Any, TypeVar
 
 import numpy as np
@@ -438,9 +439,20 @@ def _reward_difference(pairs: Sequence[ArmPair]) -> Estimate:
 
 
 def are_paired(base: ArmRecord, other: ArmRecord) -> bool:
-    """Return True if the arms alternated: the same timed steps, equally many a turn."""
+    """Return True if the arms alternated: the same timed steps, equally many a turn, and some turns side by side."""
     same = [step.step for step in base.timed_steps] == [step.step for step in other.timed_steps]
-    return same and base.steps_a_turn == other.steps_a_turn > 0
+    return same and base.steps_a_turn == other.steps_a_turn > 0 and any(_turns(base, other))
+
+
+def _turns(base: ArmRecord, other: ArmRecord) -> list[bool]:
+    """For each timed step of alternating arms, True if no other turn lies between both arms' turns with it.
+
+    An arm that was resumed from an older checkpoint than the other repeats the turns between on its own, later.
+    """
+    size = base.steps_a_turn
+    ended = sorted((step.ended_at_s, step.step // size) for arm in (base, other) for step in arm.steps)
+    times = Counter(turn for turn, _ in groupby(turn for _, turn in ended))
+    return [times[step.step // size] == 1 for step in base.timed_steps]
 
 
 def _control_s(step: StepRecord) -> float:
@@ -474,11 +486,13 @@ def _has_control(arm: ArmRecord) -> bool:
 def timed_values(
     base: ArmRecord, other: ArmRecord, value: Callable[[StepRecord], float]
 ) -> tuple[list[float], list[float]]:
-    """Values of both arms' timed steps; paired arms with several steps a turn give the mean of each turn."""
-    size = base.steps_a_turn if are_paired(base, other) else 1
+    """Values of both arms' timed steps; of paired arms those of turns side by side, and the mean of each turn."""
+    steps, size = [arm.timed_steps for arm in (base, other)], 1
+    if are_paired(base, other):
+        steps, size = [tuple(compress(each, _turns(base, other))) for each in steps], base.steps_a_turn
     first, second = (
-        [float(np.mean([*map(value, turn)])) for _, turn in groupby(arm.timed_steps, lambda step: step.step // size)]
-        for arm in (base, other)
+        [float(np.mean([*map(value, turn)])) for _, turn in groupby(each, lambda step: step.step // size)]
+        for each in steps
     )
     return first, second
 

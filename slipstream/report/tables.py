@@ -211,12 +211,12 @@ def _sampling_rows(arms: Sequence[DynamicSampling]) -> list[Row]:
 
 def data_table(record: RunRecord) -> Table:
     """Tabulate the rows read, kept and dropped of each data set."""
-    columns = ("source", "read", "kept", "duplicate", "conflicting", "unparseable", "too long", "held out", "empty")
+    lost = ("duplicate", "conflicting", "unparseable", "too long", "held out", "empty", "over weight")
     rows = []
     for d in record.data:
-        lost = (d.num_duplicates, d.num_conflicting, d.num_unparseable, d.num_too_long, d.num_held_out, d.num_empty)
-        rows.append(Row(d.name, (d.source, *map(count, (d.num_read, d.num_kept, *lost)))))
-    return Table("data set", {"": columns}, rows)
+        numbers = (d.num_read, d.num_kept, d.num_duplicates, d.num_conflicting, d.num_unparseable, d.num_too_long)
+        rows.append(Row(d.name, (d.source, *map(count, (*numbers, d.num_held_out, d.num_empty, d.num_left_out)))))
+    return Table("data set", {"": ("source", "read", "kept", *lost)}, rows)
 
 
 def draft_table(draft: DraftRecord) -> Table:

@@ -88,29 +88,27 @@ def predict_asynchronous(
     lag: int,
     mode: LoopMode,
     slowdowns: Mapping[Arm, CoreSlowdowns | None] | None = None,
-    has_logprob_pass: bool = True,
 ) -> AsynchronousPrediction:
     """Predict each arm of `sync_arms` in an asynchronous loop on two cores, from the arm's measured stages.
 
     Args:
         slowdowns: measured slowdowns by arm; other arms take the priors.
-        has_logprob_pass: False leaves the stage `logprob` out, as an asynchronous loop with one update a step does.
     """
     believed = CoreSlowdowns(engine=load_belief("cores", "engine"), learner=load_belief("cores", "learner"))
     factors = {arm.arm: (slowdowns or {}).get(arm.arm) or believed for arm in sync_arms}
     sources = {arm.value: f"engine: {f.engine.source}; learner: {f.learner.source}" for arm, f in factors.items()}
-    arms = [_predict(arm, factors[arm.arm], lag, mode, has_logprob_pass) for arm in sync_arms]
+    arms = [_predict(arm, factors[arm.arm], lag, mode) for arm in sync_arms]
     return AsynchronousPrediction(mode=mode, lag=lag, arms=tuple(arms), sources=sources)
 
 
-def _predict(arm: ArmRecord, factors: CoreSlowdowns, lag: int, mode: LoopMode, has_logprob_pass: bool) -> PredictedArm:
+def _predict(arm: ArmRecord, factors: CoreSlowdowns, lag: int, mode: LoopMode) -> PredictedArm:
     times = [step.times for step in arm.timed_steps]
     random = np.random.default_rng(0)
     beliefs = (factors.engine, factors.learner, load_belief("cores", "engine_fixed_share"))
     engine, learner, fixed_share = (_drawn(belief, random) for belief in beliefs)
     # Batch t + 1 is generated while step t trains; the last step is paired with the first batch.
     generated_s = engine * np.array([each.generation_s for each in (*times[1:], times[0])])
-    trained_s = learner * np.array([each.train_s + (each.logprob_s if has_logprob_pass else 0.0) for each in times])
+    trained_s = learner * np.array([each.train_s + each.logprob_s for each in times])
     bound_s, busy_s = generated_s, np.array([each.data_s for each in times]) + trained_s
     if mode is LoopMode.IN_FLIGHT:
         bound_s = _in_flight_s(bound_s, busy_s, lag, np.minimum(1.0, fixed_share))

@@ -57,14 +57,19 @@ def lengths_with_mean(*, mean: float, log_sd: float, max_tokens: float) -> Lengt
 
 
 def log_sd_reaching(tokens: float, *, level: float, mean: float, max_tokens: float) -> float:
-    """Find the `log_sd` whose quantile at `level` is `tokens`, by bisection: the quantile rises with the spread."""
-    require(tokens >= mean, "longest", f"must be >= the mean {mean:g}", tokens)
+    """Find the `log_sd` whose quantile at `level` is `tokens`, or comes closest: it rises with the spread, then falls.
+
+    Few responses of equal mean cannot have any longest one. That of few rounds may even lie below the mean of all.
+    """
     z = float(_normal_quantile(np.array([level]))[0])
-    low, high = 0.01, 3.0
+
+    def quantile(log_sd: float) -> float:
+        return lengths_with_mean(mean=mean, log_sd=log_sd, max_tokens=max_tokens).median * math.exp(log_sd * z)
+
+    low, high = 0.01, max(np.linspace(0.01, 3.0, 64).tolist(), key=quantile)
     for _ in range(_BISECTIONS):
         middle = 0.5 * (low + high)
-        median = lengths_with_mean(mean=mean, log_sd=middle, max_tokens=max_tokens).median
-        low, high = (middle, high) if median * math.exp(middle * z) < tokens else (low, middle)
+        low, high = (middle, high) if quantile(middle) < tokens else (low, middle)
     return 0.5 * (low + high)
 
 

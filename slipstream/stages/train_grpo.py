@@ -71,7 +71,7 @@ def train_grpo(
     )
     # Imports on this thread: some packages fail when arms in turn import them at once, each on its own thread.
     given = {"prompts": sets.train, "decode": decode(tokenizer(policy))}
-    num_steps = steps_a_turn(recipe) if len(left) > 1 else 0
+    num_steps = steps_a_turn(recipe) if len(arms) > 1 else 0
     if num_steps:
         end_idle()
         with ExitStack() as opened:

@@ -78,7 +78,7 @@ class AsyncLoop:
         self._exports: Queue[Export] = Queue(threads)
         self._published: Queue[tuple[RefitCheck, int]] = Queue(threads)  # with the number of restarted rollouts
         self._generated: Queue[tuple[int, GenerationResult, float]] = Queue(threads)  # index, result, its end
-        self._advanced: Queue[Portion] = Queue(threads)
+        self._advanced: Queue[tuple[Portion, float]] = Queue(threads)  # with the seconds that the call took
         self._scored: Queue[Scored] = Queue(threads, scored)
         # In flight: the version under which each group was submitted, until the group is trained on.
         # The threads' lock guards it.
@@ -183,7 +183,7 @@ class AsyncLoop:
             portion = self.engines.advance(max_s=_MAX_ADVANCE_S)
         ended_s = time.perf_counter()
         self._watch.engine.rested(max(0.0, ended_s - start_s - (portion.ended_s - portion.started_s)))
-        self._advanced.put(replace(portion, groups=()))
+        self._advanced.put((replace(portion, groups=()), ended_s - start_s))
         for index, group in portion.groups:
             result = GenerationResult(groups=(group,), acceptance=None, generation_s=0.0)
             self._generated.put((index, result, ended_s))
@@ -260,13 +260,15 @@ class AsyncLoop:
             (own,) = batch
             watch.num_regenerated += own.result.num_regenerated
             return own.result, own.rewards
-        advanced = together(self._advanced.drain(), num_engines=1)
+        calls = self._advanced.drain()
+        advanced, generation_s = together([portion for portion, _ in calls], num_engines=1), sum(s for _, s in calls)
         drafted = advanced.acceptance
         watch.num_regenerated += advanced.num_regenerated
         result = GenerationResult(
             groups=tuple(group for each in batch for group in each.result.groups),
             acceptance=drafted if drafted is not None and drafted.num_drafts else None,
-            generation_s=watch.generated_s(),
+            generation_s=generation_s,
+            engine_idle_fraction=max(0.0, 1.0 - advanced.ended_s / generation_s) if generation_s else 0.0,
             num_preemptions=advanced.num_preemptions,
             num_engine_restarts=advanced.num_engine_restarts,
         )

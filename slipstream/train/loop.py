@@ -8,6 +8,7 @@ rollouts to new weights, in the asynchronous loop too.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -305,6 +306,7 @@ class Trainer:
             num_filtered=batch.counts.count(False),
             dynamic_sampling=_sampling(result, len(learned.groups), num_with_signal) if samples_on else None,
             machine=machine,
+            ended_at_s=time.time(),
         )
         self.draft.note(record)
         return record

@@ -178,10 +178,6 @@ class Stopwatch:
         self._accounted_s = waited[1]
         return found
 
-    def generated_s(self) -> float:
-        """Seconds of the engines' work since the last call of `overlap`."""
-        return total_s(self.engine.between(self._since_s, self._now_s()))
-
     def overlap(self) -> Overlap:
         """Summarize the work since the last call, or since the start."""
         start_s, end_s = self._since_s, self._now_s()

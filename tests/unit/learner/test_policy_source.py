@@ -115,7 +115,9 @@ def _without_template(source: Path) -> None:
             r"have weights in \*\.safetensors files, got '.*model'",
         ),
         (
-            lambda source: (source / "model.safetensors.index.json").write_text('{"weight_map": {"w": "b.safetensors"}}'),
+            lambda source: (source / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"w": "b.safetensors"}}'
+            ),
             "hold b.safetensors, which its index names, got '.*model'",
         ),
         (_without_template, "have a chat template"),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slipstream.records.run import RunRecord
-from slipstream.records.steps import ArmRecord, DraftUpdate
+from slipstream.records.steps import ArmRecord, DraftUpdate, StepRecord
 from slipstream.report.claims import ClaimKind, claim, recorded, said
 from slipstream.report.comparison import answer
 from slipstream.report.results import description, result_metrics, terminal_table, verdict_tags
@@ -169,6 +169,23 @@ def test_arms_that_took_several_steps_a_turn_are_compared_by_turns() -> None:
     comparison = summarise_arms(record.arms).comparison
     assert comparison is not None
     assert comparison.generation.value == pytest.approx(128**0.25)  # turns of 2, 4, 4 and 4 s
+
+
+@pytest.mark.parametrize(("resumed_at", "paired"), [(7, True), (0, False)])
+def test_turns_that_a_resumed_arm_repeated_alone_are_of_no_pair(resumed_at: int, paired: bool) -> None:
+    """The speculative arm resumes behind the other, on a machine that has become ten times as slow."""
+
+    def ended(step: StepRecord, arm: int) -> StepRecord:
+        is_late = arm == 1 and step.step >= resumed_at
+        factor, since_s = (10.0, 1e6) if is_late else (1.0, 0.0)
+        times = replace(step.times, generation_s=factor * step.times.generation_s)
+        return replace(step, times=times, ended_at_s=since_s + 10.0 * step.step + arm)
+
+    base, spec = beside((2.0,) * 9, (1.0,) * 9).arms
+    made = [replace(arm, steps=tuple(ended(step, i) for step in arm.steps)) for i, arm in enumerate((base, spec))]
+    comparison = summarise_arms(made).comparison
+    assert comparison is not None and comparison.paired is paired
+    assert comparison.generation.value == pytest.approx(2.0 if paired else 0.2)
 
 
 @pytest.mark.parametrize("slowed", [1.0, 1.08])

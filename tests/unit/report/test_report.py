@@ -16,7 +16,11 @@ from slipstream.report.page import draw, render_page, report_json, write_report
 from slipstream.report.results import description, terminal_table
 from slipstream.report.sentences import accuracy_text, verdict
 from slipstream.report.summary import accuracy_difference, summarise, summarise_arms
+<<<<<<< HEAD
 from slipstream.report.tables import accuracy_table, count_table, speedup_table
+=======
+from slipstream.report.tables import accuracy_table, count_table, data_table
+>>>>>>> hunt-report
 from slipstream.simulator.reference import read_reference
 from slipstream.types import Arm
 from tests.unit.report.handmade import (
@@ -280,6 +284,14 @@ def test_the_page_says_what_the_certificate_says() -> None:
     assert "position in the sequence" not in page
     long = replace(CERTIFICATE, lengths_by_position={"0-63": 6.514, "64-127": 6.25})
     assert re.search(r"64-127</th>\s*<td[^>]*>6.25<", page_text(replace(RECORD, certificate=long)))
+    unseen = replace(CERTIFICATE, detectable=(replace(CERTIFICATE.detectable[0], detectable_fraction=1.0),))
+    assert re.search(r"variation a token:\s*none\.", page_text(replace(RECORD, certificate=unseen)))
+
+
+def test_rows_that_a_data_sets_weight_left_out_are_in_its_table() -> None:
+    data = replace(RECORD.data[0], num_read=RECORD.data[0].num_read + 7, num_left_out=7)
+    _, read, *others = data_table(replace(RECORD, data=(data,))).rows[0].cells
+    assert int(read.replace("\u00a0", "")) == sum(int(cell.replace("\u00a0", "")) for cell in others)
 
 
 def test_accuracy_curves_go_from_the_start_over_the_points_of_training_to_the_end() -> None:

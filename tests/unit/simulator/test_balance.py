@@ -47,10 +47,6 @@ def test_what_takes_longer_of_generation_and_update_hides_the_other() -> None:
     found = predicted(staged(generation_s=0.8, train_s=2.0, logprob_s=1.0, data_s=0.5))
     assert (found.step_s, found.exposed_s, found.hidden_s) == pytest.approx((6.6, 0.0, 1.0))
     assert found.bound is Bound.LEARNER
-    arm = staged(generation_s=0.8, train_s=2.0, logprob_s=1.0)
-    slowdowns = {arm.arm: HALF_AS_FAST_LEARNER}
-    found = predict_asynchronous([arm], lag=1, mode=LoopMode.ONE_STEP_OFF, slowdowns=slowdowns, has_logprob_pass=False)
-    assert found.arms[0].step_s == pytest.approx(0.1 + 4.0)
 
 
 def test_batches_stand_beside_the_step_before_theirs() -> None:

@@ -103,8 +103,10 @@ class Trained:
     steps: list[str] = field(default_factory=list)
     validated: list[Any] = field(default_factory=list)
     fails: Arm | None = None
+    turns: set[int] = field(default_factory=set)
 
     def __call__(self, recipe: Recipe, plan: ArmPlan, *, turn: Turn, **_: Any) -> ArmRecord:
+        self.turns.add(turn.num_steps)
         for step in range(3):
             turn.begin(step)
             if plan.arm is self.fails and step == 1:
@@ -182,6 +184,7 @@ def test_a_retry_trains_what_is_not_done(trained: Train) -> None:
     fake, runs = trained({})
     assert fake.steps == ["s0", "s1", "s2"]
     assert runs == ["train_grpo_speculative"]
+    assert fake.turns == {1}, "what it took in turn before counts"
 
 
 def test_engines_that_never_stop_are_trained_alone_and_overlapping_ones_take_longer_turns() -> None:

@@ -490,6 +490,16 @@ def test_engines_that_neither_drafted_nor_worked_in_a_call_have_no_acceptance_an
     records = in_flight(NotingWorld(lag=1, num_drafts=0, works=False), 1)
     assert {record.acceptance for record in records} == {None}
     assert median(overlap.engine_idle_fraction for overlap in overlaps(records)) > 0.9
+    assert {record.engine_idle_fraction for record in records if record.engine_idle_fraction} == {1.0}
+
+
+def test_in_flight_a_step_generates_beside_its_training_too() -> None:
+    learns = draft_with(eagle3={"aux_hidden_state_layer_ids": (1, 2, 3)}, online={"when": DraftOnline.ALWAYS})
+    world = flight(1, seed=1, draft=TrainedDraft(learns, reference=None))
+    world.advance, world.train_step = slowly(world.advance, FAST), slowly(world.train_step, 40 * FAST)
+    records = in_flight(world, 1)
+    told_s = [record.draft_decision.generation_s for record in records if record.draft_decision is not None]
+    assert sum(told_s) == pytest.approx(sum(each.generation_s for each in overlaps(records)), rel=0.2)
 
 
 def test_a_rollout_that_starts_anew_has_a_seed_of_its_own_for_each_version() -> None:

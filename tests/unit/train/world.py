@@ -366,7 +366,7 @@ def length_of(seed: int) -> int:
 
 def timeless(records: Sequence[StepRecord]) -> list[StepRecord]:
     """Without what the clock said."""
-    return [replace(record, times=NO_TIMES, overlap=None, machine=None) for record in records]
+    return [replace(record, times=NO_TIMES, overlap=None, machine=None, ended_at_s=0.0) for record in records]
 
 
 def _trainer(world: Any, config: GrpoConfig, **others: Any) -> Trainer:
