@@ -71,6 +71,8 @@ def write_atomic(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         Path(temporary).chmod(0o644)  # mkstemp's files are private; others look at a report too
         Path(temporary).replace(path)
-    except BaseException:
+    except BaseException as error:
         Path(temporary).unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:  # a write names no file
+            error.filename = str(path)
         raise

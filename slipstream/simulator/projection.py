@@ -220,8 +220,8 @@ def _arms(
         lengths = setting.lengths(mean)
         return overlap(trainer, lengths=lengths, shape=scenario.shape, lag=scenario.lag, seconds=seconds)
 
-    speculative = arm(scenario.k, scenario.acceptance_length, draw.speculative_error)
-    return arm(0, 1.0, draw.autoregressive_error), speculative
+    error = draw.speculative_error if scenario.k else draw.autoregressive_error  # without drafts it is the same arm
+    return arm(0, 1.0, draw.autoregressive_error), arm(scenario.k, scenario.acceptance_length, error)
 
 
 def _summary(scenario: Scenario, arms: Sequence[tuple[Overlap, Overlap]], warnings: tuple[str, ...]) -> ProjectedPoint:
@@ -252,11 +252,14 @@ class RequestedProjection:
 def project_request(request: ProjectionRequest, *, seed: int = 0) -> RequestedProjection:
     """Project a request on an ideal stack, and from a calibration on the paper's measurements."""
     scenario, learner = request.scenario(), paper_learner()
-    layouts, sources = assumed_layouts(scenario), scenario.setting.sources.items()
+    layouts, sources = assumed_layouts(scenario), scenario.setting.sources
+    given = {"gpus_per_engine": request.gpus_per_engine, "num_rollouts": request.num_rollouts}
+    given["mean_response_tokens"] = bool(request.mean_tokens)
+    assumed = [name for name, source in sources.items() if source.startswith("assumed") and not given.get(name)]
     return RequestedProjection(
         ideal=project_ideal(scenario, learner, layouts=layouts),
         calibrated=project(scenario, calibrate_paper(), learner, layouts=layouts, seed=seed),
-        assumptions=tuple(f"{name}: {source}" for name, source in sources if source.startswith("assumed")),
+        assumptions=tuple(f"{name}: {sources[name]}" for name in assumed),
     )
 
 

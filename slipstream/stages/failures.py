@@ -67,6 +67,7 @@ TRANSIENT = {
 """Reason why a failure of this class, or of a subclass, may not recur."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_FULL_TEXT = re.compile(r"\(os error (?:28|122)\)")  # of safetensors and tokenizers, whose errors are no OSError
 _STORAGE = (errno.EIO, errno.EAGAIN, errno.ESTALE)
 _HOST = (errno.ENOTCONN, errno.EHOSTDOWN, errno.EHOSTUNREACH)
 _NETWORK = (errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET)
@@ -96,24 +97,30 @@ def _is_permanent(error: BaseException) -> bool:
     names = set(_names(error))
     if names & PERMANENT == {"slipstream.config.ConfigError"} and error.__cause__ is not None:
         return transient(error.__cause__) is None
-    if isinstance(error, OSError) and error.errno in _FULL:  # flytekit tells of it as of a store that did not answer
+    if _is_full(error):  # flytekit tells of it as of a store that did not answer
         return True
     return bool(names & PERMANENT) and "slipstream.refit.config.ChannelBrokeError" not in names
 
 
 def explained(error: BaseException) -> str | None:
     """Message of an error that needs no traceback: of a user's input, of a verdict, or of a full disk; else None."""
-    full = next((cause for cause in _causes(error) if isinstance(cause, OSError) and cause.errno in _FULL), None)
+    full = next(filter(_is_full, _causes(error)), None)
     if full is not None:
-        above = Path(full.filename).absolute().parents if isinstance(full.filename, str) else ()
-        folder = next((path for path in above if path.is_dir()), Path.cwd())
-        disk = shutil.disk_usage(folder)
+        name = full.filename if isinstance(full, OSError) and isinstance(full.filename, str) else None
+        folder = next((path for path in Path(name).absolute().parents if path.is_dir()), None) if name else None
+        where, free = "that is written to", str(full)
+        if folder is not None:
+            disk = shutil.disk_usage(folder)
+            where, free = f"of {folder}", f"{disk.free / 2**30:.1f} GiB free of {disk.total / 2**30:.1f} GiB"
         return (
-            f"the disk of {folder} must have room for {full.filename or 'what is written'}, got "
-            f"{disk.free / 2**30:.1f} GiB free of {disk.total / 2**30:.1f} GiB; enlarge it (the profile's volume claim "
-            "or ephemeral_storage_gib), or remove entries of the run root's store/"
+            f"the disk {where} must have room for {name or 'what is written'}, got {free}; enlarge it (the profile's "
+            "volume claim or ephemeral_storage_gib), or remove entries of the run root's store/"
         )
     return str(error) if EXPLAINED.intersection(_names(error)) else None
+
+
+def _is_full(error: BaseException) -> bool:
+    return error.errno in _FULL if isinstance(error, OSError) else bool(_FULL_TEXT.search(str(error)))
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

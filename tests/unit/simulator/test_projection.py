@@ -33,6 +33,7 @@ from slipstream.simulator.step_cost import Learner
 from slipstream.stages.context import RunContext
 from slipstream.stages.project_speedup import project_speedup as project_stage
 from slipstream.stages.support import recipe_layout
+from slipstream.statistics import Spread
 from slipstream.types import StageTimes
 from tests.unit.report.handmade import DEMO_TUNING, GOLDEN, demo_arms, demo_recipe
 
@@ -247,6 +248,15 @@ def test_a_request_gives_the_recorded_projection() -> None:
     large = {"model": "qwen3-235b-a22b", "hardware": "h100", "num_gpus": 2048}
     request = ProjectionRequest(**large, k=5, acceptance_length=3.5, lag=2)
     assert_close(json.loads(json.dumps(asdict(project_request(request)))), PROJECTED["request"])
+
+
+def test_without_drafts_nothing_is_gained_and_what_a_request_names_is_not_assumed() -> None:
+    found = project_request(replace(ASKED, k=0, acceptance_length=1.0, num_rollouts=32, mean_tokens=57.0))
+    for point in (found.ideal, found.calibrated):
+        assert point.step_speedup == point.rollout_speedup == Spread(median=1.0, p10=1.0, p90=1.0)
+    names = {text.partition(":")[0] for text in found.assumptions}
+    assert names == {"gpus_per_engine", "group_size", "prompt_tokens", "max_response_tokens", "length_log_sd"}
+    assert len(project_request(ASKED).assumptions) == len(names) + 2
 
 
 def test_a_run_on_a_cluster_is_calibrated_as_one_and_nothing_is_projected_on_unknown_hardware() -> None:

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import re
+import resource
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from slipstream.config import ConfigError
 from slipstream.learner.checkpoint import CheckpointError, CheckpointStorageError, CheckpointWriteError
+from slipstream.records.files import write_atomic
 from slipstream.refit.config import ChannelBrokeError, RefitError
 from slipstream.stages.certify_losslessness import LosslessnessError
 from slipstream.stages.failures import EXPLAINED, HUB, PERMANENT, TRANSIENT, explained, transient
@@ -117,6 +119,21 @@ def test_a_full_disk_says_how_much_is_free_and_where(tmp_path: Path) -> None:
     said = explained(error)
     assert said is not None
     assert re.search(rf"disk of {tmp_path} must have room for \S+safetensors, got [\d.]+ GiB free of [\d.]+ GiB", said)
+    rust = Exception("Error while serializing: I/O error: No space left on device (os error 28)")  # safetensors'
+    rust.__cause__ = ConnectionError("flytekit says so of any error")
+    assert transient(rust) is None
+    assert "got Error while serializing" in (explained(rust) or "")  # of a disk that nobody named, no figure
+
+
+def test_a_record_that_has_no_room_is_named(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(tmp_path / "run.json"))):
+            write_atomic(tmp_path / "run.json", b"0" * 8192)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_users_error_and_a_verdict_need_no_traceback_and_a_bug_does() -> None:
