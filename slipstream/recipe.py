@@ -157,8 +157,9 @@ class Recipe(Checked):
         if self.policy.rope is not None:
             rule += f", which policy.rope extends to {self.policy.scratch_positions}"
         self._require(self.engine.max_model_len <= self.policy.scratch_positions, "engine.max_model_len", rule)
-        if self.draft.reads("eagle3") or self.draft.reads("dflash"):
-            aux_layer_ids(self.draft.eagle3.aux_hidden_state_layer_ids, scratch.shape.num_layers)
+        if self.draft.reads("eagle3") or self.draft.reads("dflash"):  # the second takes vLLM's default
+            ids = self.draft.eagle3.aux_hidden_state_layer_ids if self.draft.reads("eagle3") else None
+            aux_layer_ids(ids, scratch.shape.num_layers)
         rule, layers = f"must be 1 with draft.method {self.draft.method}", scratch.num_mtp_layers
         needs_mtp = self.draft.method is DraftMethod.MTP
         self._require(layers > 0 or not needs_mtp, "policy.scratch.num_mtp_layers", rule, "or choose another method")

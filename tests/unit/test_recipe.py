@@ -229,6 +229,7 @@ sampling.temperature=0.5
 draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]
 MTP + policy.scratch.num_mtp_layers=1
 draft.method=dflash + draft.pretrain.ttt_steps=13 + engine.max_model_len=250
+draft.method=dflash + draft.pretrain.ttt_steps=13 + draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 24]
 engine={kv_cache_gib: null, gpu_memory_utilization: 0.475} + tuning.max_live_engines=2
 engine={kv_cache_gib: null, gpu_memory_utilization: 0.9} + tuning={max_live_engines: 2, gpu_memory_utilization: 0.475}
 learner.parallel.tensor=2 + ADAMW
