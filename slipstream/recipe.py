@@ -229,6 +229,10 @@ class Recipe(Checked):
         fix = "tuning compares engines that live at once"
         fix += "; tuning.gpu_memory_utilization is for these engines alone" if own is None else ""
         self._require(fits, field_, f"must be at most {_GPU_MEMORY} / tuning.max_live_engines {live}", fix)
+        has_gpus = self.placement.gpus_per_node > 0 and not self.placement.logical_gpus
+        rule = f"must be {'null with' if has_gpus else 'given without'} GPUs"
+        fix = "it is the memory of engines on CPUs, which placement.gpus_per_node 0 has"
+        self._require(is_on_gpus == has_gpus, "engine.kv_cache_gib", rule, fix)
         is_served = is_on_gpus or self.refit.channel not in (Channel.NCCL, Channel.IPC)
         rule = "must do without CUDA: engine.kv_cache_gib is for engines on CPUs"
         self._require(is_served, "refit.channel", rule, "set auto")

@@ -93,10 +93,10 @@ NAMED = {
     "CAPPED": (CAPPED,),
     "LAGS": ("loop={mode: one_step_off, max_off_policy_steps: 2}",),
     "IN_FLIGHT": ("loop={mode: in_flight, max_off_policy_steps: 1}", CAPPED),
-    "IN_TURN": ("placement={gpus_per_node: 1, memory: in_turn}",),
+    "IN_TURN": ("placement.memory=in_turn",),
     "ONLINE": ("draft.online.when=always", *ADAMW),
     "MIXTURE": (f"policy.model={Path(__file__).parent / 'recipe_fields' / 'mixture'}", "policy.scratch=null"),
-    "ON_GPU": ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.19}",),
+    "ON_GPU": ("engine={kv_cache_gib: null, gpu_memory_utilization: 0.19}", "placement.gpus_per_node=1"),
     "INT8": ("engine.quantization=int8", CAPPED),
     "MTP": ("draft.method=mtp", "draft.pretrain.optimizer.method=adamw"),
 }
@@ -115,7 +115,7 @@ engine.backend=sglang + evaluation.sampling.top_p=0.9
 engine.backend=sglang + evaluation.sampling.top_k=5
     evaluation.sampling.top_k must be 0 with engine.backend sglang, got 5;
 engine.backend=sglang + INT8 => engine.quantization must be none with engine.backend sglang, got 'int8';
-engine.backend=sglang + engine.kv_cache_gib=null + engine.gpu_memory_utilization=0.1
+engine={backend: sglang, kv_cache_gib: null, gpu_memory_utilization: 0.1} + placement.gpus_per_node=1
     engine.kv_cache_gib must be given with engine.backend sglang, got None;
 grpo.group_sise=4 => unknown key 'grpo.group_sise'; did you mean 'grpo.group_size'?
 draft.num_prompts=4 => unknown key 'draft.num_prompts'; did you mean 'draft.pretrain.num_prompts'?
@@ -147,6 +147,10 @@ policy.scratch.num_mtp_layers=1 + policy.scratch.shape.head_dim=16
 engine.kv_cache_gib=null => engine.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.6;
 engine={kv_cache_gib: null, gpu_memory_utilization: 0.1} + tuning.gpu_memory_utilization=0.2
     tuning.gpu_memory_utilization must be at most 0.95 / tuning.max_live_engines 5, got 0.2;
+engine={kv_cache_gib: null, gpu_memory_utilization: 0.1} => engine.kv_cache_gib must be given without GPUs, got None;
+placement.gpus_per_node=1 => engine.kv_cache_gib must be null with GPUs, got 0.4;
+placement={gpus_per_node: 1, logical_gpus: true, memory: in_turn}
+    placement.memory must be 'shared' without GPUs, got 'in_turn';
 refit.channel=nccl => refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got 'nccl';
 refit.channel=ipc => refit.channel must do without CUDA: engine.kv_cache_gib is for engines on CPUs, got 'ipc';
 sampling.top_p=0.9
@@ -160,7 +164,7 @@ grpo.dynamic_sampling.max_extra_batches=1 + draft.autopilot=true
     draft.autopilot must be false with grpo.dynamic_sampling.max_extra_batches 1, got True;
 grpo.dynamic_sampling.max_extra_batches=2 + loop.mode=one_step_off
     grpo.dynamic_sampling.max_extra_batches must be 0 with loop.mode one_step_off, got 2;
-ON_GPU + placement.gpus_per_node=1 + IN_FLIGHT
+ON_GPU + IN_FLIGHT
     placement.mode must be split with loop.mode in_flight, got 'colocated';
 ON_GPU + IN_TURN + IN_FLIGHT => placement.memory must be 'shared' with loop.mode in_flight, got 'in_turn';
 ON_GPU + IN_TURN + engine.num_kept_idle=1
@@ -230,8 +234,9 @@ draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 23]
 MTP + policy.scratch.num_mtp_layers=1
 draft.method=dflash + draft.pretrain.ttt_steps=13 + engine.max_model_len=250
 draft.method=dflash + draft.pretrain.ttt_steps=13 + draft.eagle3.aux_hidden_state_layer_ids=[2, 12, 24]
-engine={kv_cache_gib: null, gpu_memory_utilization: 0.475} + tuning.max_live_engines=2
-engine={kv_cache_gib: null, gpu_memory_utilization: 0.9} + tuning={max_live_engines: 2, gpu_memory_utilization: 0.475}
+placement={gpus_per_node: 1, logical_gpus: true}
+engine={kv_cache_gib: null, gpu_memory_utilization: 0.475} + tuning.max_live_engines=2 + placement.gpus_per_node=1
+ON_GPU + tuning={max_live_engines: 2, gpu_memory_utilization: 0.475}
 learner.parallel.tensor=2 + ADAMW
 draft.online.when=always + draft.online.updates=48
 draft.online.when=always + draft.online.updates=24 + learner.parallel.data=2

@@ -64,7 +64,8 @@ class PlacementConfig(Checked, path="placement"):
         rule = "must be >= 1 with several nodes or mode 'split'"
         self._require(is_possible, "gpus_per_node", rule, "without GPUs a run lies on one node")
         needs_gpus = "set placement.gpus_per_node, or leave it out"
-        self._require(has_gpus or not self.takes_turns, "memory", "must be 'shared' without GPUs", needs_gpus)
+        is_freed = has_gpus and not self.logical_gpus  # engines on CPUs cannot free their caches
+        self._require(is_freed or not self.takes_turns, "memory", "must be 'shared' without GPUs", needs_gpus)
         fix = "learner and engines have GPUs of their own: leave it out, or set mode 'colocated'"
         self._require(not is_split or not self.takes_turns, "memory", "must be 'shared' with mode 'split'", fix)
         is_possible = not has_gpus or self.arms_in_turn is not ArmsInTurn.ON

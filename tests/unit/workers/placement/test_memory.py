@@ -110,10 +110,6 @@ SPLIT + refit.channel=ipc
     refit.channel must join processes on different GPUs, got 'ipc'; set auto, or nccl
 placement.nodes=2 + learner.parallel.data=2 + engine.num_engines=8 + refit.channel=shared_memory
     refit.channel must cross 2 nodes, got 'shared_memory'; set auto, or ipc
-placement={nodes: 1, gpus_per_node: 0} + refit.channel=nccl
-    refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'nccl'; set auto
-placement={nodes: 1, gpus_per_node: 0} + refit.channel=ipc + simulator=null
-    refit.channel must do without CUDA: placement.gpus_per_node is 0, got 'ipc'; set auto
 learner.parallel={tensor: 1, data: 32} + simulator.hardware=h100
     learner.parallel.tensor must split the learner further: weights, gradients and optimizer take 147.4 GB beside the
     engine's weights of 16.4 GB, a H100 SXM has 80.0 GB, got 1; raise it or pipeline, or set
@@ -383,7 +379,7 @@ SPLIT + learner.max_tokens_per_microbatch=60_000
 engine.gpu_memory_utilization=0.12
     an engine's cache holds 2,791 tokens, less than one sequence of engine.max_model_len 12,288: raise
     engine.gpu_memory_utilization or engine.tensor_parallel_size
-SPLIT + engine.kv_cache_gib=160.0
+SPLIT + engine.kv_cache_gib=160.0 + placement.logical_gpus=true
     generation GPU: 193.7 GB are more than the 176.7 GB to give: lower engine.gpu_memory_utilization or
     engine.kv_cache_gib, or split further
 """
