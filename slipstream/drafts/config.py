@@ -321,6 +321,8 @@ class DraftConfig(Checked, path="draft"):
         else:
             rule = f"must be another one with draft.method {self.method.value}"
             self._require(not self.is_given, "init", rule, "only an EAGLE-3 draft is trained from there on")
+            rule, fix = f"must be null with draft.method {self.method.value}", "eagle3 and draft_model alone read one"
+            self._require(self.model is None or self.reads("model"), "model", rule, fix)
         if self.is_given:
             rule = f"must be null with draft.init {self.init.value}"
             self._require(self.eagle3.vocab_size is None, "eagle3.vocab_size", rule, "a draft brings its own")

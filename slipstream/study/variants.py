@@ -206,7 +206,7 @@ def _variant_recipe(
     setting = variant.setting
     draft = {
         **({"init": (setting.init or _UNREAD).value} if grid.draft_inits or setting.init is None else {}),
-        **({"method": setting.method.value} if grid.methods else {}),
+        **({"method": setting.method.value, **_unread(setting.method)} if grid.methods else {}),
         **({"eagle3": {"loss": setting.loss}} if grid.losses and setting.loss else {}),
         **({"seed": variant.seed} if grid.seeds else {}),
     }
@@ -222,6 +222,11 @@ def _variant_recipe(
     except ConfigError as error:
         raise ConfigError(f"variant {variant.name}: {error}") from error
     return resolved
+
+
+def _unread(method: DraftMethod) -> dict[str, Any]:
+    """Leave out the draft that a recipe gives to another method than this one."""
+    return {} if "model" in TRAITS[method].fields else {"model": None}
 
 
 def drafter_recipes(recipe: Recipe, grid: Grid) -> dict[Variant, Recipe]:
@@ -247,7 +252,7 @@ def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
         init, online = setting.init or _UNREAD, replace(recipe.draft.online, when=setting.online)
         return replace(
             recipe,
-            draft=replace(recipe.draft, method=setting.method, init=init, online=online),
+            draft=replace(recipe.draft, method=setting.method, init=init, online=online, **_unread(setting.method)),
             # The engine has room for that k alone, and as in tuning several engines live at once.
             tuning=replace(
                 recipe.tuning, candidate_ks=(0, setting.num_speculative_tokens), gpu_memory_utilization=None

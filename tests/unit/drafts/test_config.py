@@ -35,6 +35,8 @@ draft.model=here
     draft.model must be given exactly when draft.init is from_hub, got 'here'
 draft.init=from_hub + draft.model=here + draft.eagle3.vocab_size=8
     draft.eagle3.vocab_size must be null with draft.init from_hub, got 8; a draft brings its own
+draft.method=dflash + draft.model=a/draft
+    draft.model must be null with draft.method dflash, got 'a/draft'; eagle3 and draft_model alone read one
 draft.method=ngram + draft.init=from_hub + draft.model=here
     draft.init must be another one with draft.method ngram, got 'from_hub'; only an EAGLE-3 draft is trained from there
     on

@@ -216,6 +216,16 @@ def test_an_ablation_trains_what_does_not_read_a_list_once() -> None:
     assert len({recipe.fingerprint() for recipe, _ in found.values()}) == len(found)
 
 
+def test_a_given_draft_model_is_compared_with_methods_that_read_none(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("{base: tiny, name: own, draft: {method: draft_model, model: a/draft}}")
+    methods = (DraftMethod.DRAFT_MODEL, DraftMethod.NGRAM)
+    drafters = drafter_recipes(load_recipe(str(own)), Grid(**{**DRAFTERS, "methods": methods}))
+    variants = variant_recipes(str(own), Grid(methods=methods), {})
+    for recipes in (drafters.values(), (recipe for recipe, _ in variants.values())):
+        assert [recipe.draft.model for recipe in recipes] == ["a/draft", None]
+
+
 def test_a_drafter_has_the_recipe_but_for_its_draft_and_room_for_its_tokens() -> None:
     recipe = load_recipe("tiny")
     ((drafter, own),) = drafter_recipes(recipe, Grid(**DRAFTERS)).items()
