@@ -123,14 +123,14 @@ def plan(recipe: Recipe, _: Tools) -> object:
     return plan_text(make_plan(recipe.layout, parse_cluster("4x4"))) if recipe.layout.has_gpus else None
 
 
-ONE_GPU = {"placement.gpus_per_node": 1}
+NO_CPU = {"engine.kv_cache_gib": None, "engine.gpu_memory_utilization": 0.45}
+ONE_GPU = {"placement.gpus_per_node": 1, **NO_CPU}
 SPLIT = {**ONE_GPU, "placement.mode": "split", "placement.nodes": 3, "placement.generation_nodes": 1}
 SPLIT |= {"placement.training_nodes": 2, "learner.parallel.data": 2}
 ONE_NODE_EACH = {"placement.generation_nodes": 1, "placement.training_nodes": 1}
-ON_GPU = {"engine.kv_cache_gib": None, "engine.gpu_memory_utilization": 0.45}
 CHECKS = {
-    "placement.gpus_per_node": Check(1, plan),
-    "grpo.router_replay": Check(True, started_engines, ON_GPU | MIXTURE | {"learner.parallel.data": 1}),
+    "placement.gpus_per_node": Check(1, plan, {}, NO_CPU),
+    "grpo.router_replay": Check(True, started_engines, ONE_GPU | MIXTURE | {"learner.parallel.data": 1}),
     "placement.nodes": Check(2, plan, ONE_GPU, {"learner.parallel.data": 2, "engine.num_engines": 2}),
     "placement.mode": Check(
         "split",
@@ -142,13 +142,13 @@ CHECKS = {
         2, plan, SPLIT, {"placement.training_nodes": 1, "learner.parallel.data": 1, "engine.num_engines": 2}
     ),
     "placement.training_nodes": Check(3, plan, SPLIT, {"placement.nodes": 4, "learner.parallel.data": 3}),
-    "placement.logical_gpus": Check(True, plan, ONE_GPU),
+    "placement.logical_gpus": Check(True, plan, ONE_GPU, {"engine.kv_cache_gib": 0.1}),
     "placement.start_timeout_s": Check(5.0, started_engines),
     **checks("engine", started_engines, backend="sglang", num_engines=2, num_kept_idle=0, start_timeout_s=30.0),
     "engine.answer_timeout_s": Check(30.0, started_engines),
     **checks("engine", engine_arguments, max_model_len=300, max_num_seqs=128, dtype="bfloat16", enforce_eager=False),
     **checks("engine", engine_arguments, kv_cache_gib=0.5, tensor_parallel_size=2, num_threads=1),
-    "engine.gpu_memory_utilization": Check(0.4, engine_arguments, ON_GPU),
+    "engine.gpu_memory_utilization": Check(0.4, engine_arguments, ONE_GPU),
     "sampling.max_response_tokens": Check(100, engine_arguments),
     **checks("learner", started_learner, num_threads=1, num_kept_idle=0, start_timeout_s=30.0, answer_timeout_s=30.0),
     "learner.parallel.data": Check(2, started_learner),
