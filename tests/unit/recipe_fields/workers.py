@@ -29,6 +29,9 @@ def engine_arguments(recipe: Recipe, tools: Tools) -> object:
         def collective_rpc(self, method: str) -> list[Any]:
             return []
 
+        def reset_prefix_cache(self) -> None:
+            """Nothing is cached."""
+
     (tools.directory / "config.json").write_text('{"eos_token_id": 3}')
     fake = SimpleNamespace(LLM=LLM, SamplingParams=lambda **arguments: arguments)
     tools.patch.setitem(sys.modules, "vllm", fake)
