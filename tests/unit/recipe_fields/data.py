@@ -53,8 +53,8 @@ def hub_request(split: str) -> Probe:
     def probe(recipe: Recipe, tools: Tools) -> object:
         asked: list[Any] = []
 
-        def load_dataset(**arguments: Any) -> datasets.Dataset:
-            asked.append(arguments)
+        def load_dataset(*names: Any, **arguments: Any) -> datasets.Dataset:
+            asked.append((names, arguments))
             return datasets.Dataset.from_list([{"a": i} for i in range(3)])
 
         tools.patch.setattr(datasets, "load_dataset", load_dataset)
@@ -73,7 +73,7 @@ def own_rows(split: synthetic.Split) -> Probe:
 
     def probe(recipe: Recipe, tools: Tools) -> object:
         tools.patch.syspath_prepend(str(STANDINS))
-        tools.patch.setattr(datasets, "load_dataset", lambda **_: datasets.Dataset.from_list(ROWS))
+        tools.patch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(ROWS))
         known: Any = {"gradable": AnyAnswer().gradable, "equal": AnyAnswer().equal, "held_out": (), "opening": ""}
         reader = prompts._SetReader(config=recipe.data, split=split, tokenizer=TOKENIZER, **known)
         return reader.read(getattr(recipe.data, split))
