@@ -13,10 +13,10 @@ import glob
 import json
 import logging
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import islice, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from slipstream.data.config import DATA_KINDS, SourceConfig
 logger = logging.getLogger(__name__)
 
 _SHOWN_VALUES = 10
+_ROWS_AT_ONCE = 10_000
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _TRAIN = "train"
 _NOT_TRAIN = re.compile(r"test|eval|valid|dev|held|hold", re.IGNORECASE)
@@ -86,17 +87,17 @@ def _load(kind: str, names: Sequence[str], split: str) -> Any:
     """Read the rows of local files; a row of JSON or CSV has null in the columns of other rows alone."""
     if kind == "parquet":
         return datasets.load_dataset(kind, data_files=[glob.escape(name) for name in names], split=split)
-    encode, num = json.JSONEncoder(ensure_ascii=False).encode, 0
-    cells: defaultdict[str, list[str]] = defaultdict(list)  # by column, in JSON
-    for row in (row for name in names for row in (_json_rows if kind == "json" else _csv_rows)(Path(name))):
-        for key, value in row.items():
-            cells[key] += [*["null"] * (num - len(cells[key])), encode(value)]
-        num += 1
-    whole = pa.table({key: each + ["null"] * (num - len(each)) for key, each in cells.items()})
-    parts = datasets.ReadInstruction.from_spec(split).to_absolute({_TRAIN: num})
-    rows = pa.concat_tables(whole.slice(part.from_, max(0, part.to - part.from_)) for part in parts)
-    return datasets.Dataset(rows).with_transform(
-        lambda found: {key: [json.loads(each) for each in found[key]] for key in found}
+    encode, read, parts = json.JSONEncoder(ensure_ascii=False).encode, _json_rows if kind == "json" else _csv_rows, []
+    rows = (row for name in names for row in read(Path(name)))
+    while some := list(islice(rows, _ROWS_AT_ONCE)):
+        columns = dict.fromkeys(key for row in some for key in row)
+        cells = ([encode(row[key]) if key in row else None for row in some] for key in columns)
+        parts.append(pa.table([pa.array(column, pa.large_string()) for column in cells], names=list(columns)))
+    whole = pa.concat_tables(parts or [pa.table({})], promote_options="default")
+    chosen = datasets.ReadInstruction.from_spec(split).to_absolute({_TRAIN: len(whole)})
+    cut = pa.concat_tables(whole.slice(part.from_, max(0, part.to - part.from_)) for part in chosen)
+    return datasets.Dataset(cut).with_transform(
+        lambda found: {key: [each and json.loads(each) for each in cells] for key, cells in found.items()}
     )
 
 

@@ -74,7 +74,7 @@ def with_model(recipe: Recipe, source: Path) -> Recipe:
         recipe,
         policy=replace(recipe.policy, model=str(source)),
         learner=replace(recipe.learner, parallel=ParallelConfig()),
-        engine=replace(recipe.engine, num_engines=1),
+        engine=replace(recipe.engine, num_engines=1, kv_cache_gib=1.0),
         placement=PlacementConfig(),
     )
 
