@@ -2,7 +2,8 @@
 
 vLLM's CPU build has kernels for RMSNorm, alone and behind a residual. Its layers compute either from six to eight
 operations of torch instead, for a compiler to fuse, and an eager engine pays for each of them. Here an engine is
-offered the kernels as a provider of vLLM's operations (`vllm_engine.OWN_NORMS`). In bfloat16 they round once.
+offered the kernels as a provider of vLLM's operations (`vllm_engine.OWN_NORMS`). In bfloat16 they round once, and are
+not offered where they cut off instead.
 
 A small draft's pass takes vLLM longer around its products than in them. Here the passes call the same kernels, with
 slots, noise and vocabulary worked out once for all of them. The first pass also fills the draft's cache for all tokens
@@ -12,6 +13,7 @@ of the step, and beyond that it computes the last token of each request alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,9 +58,20 @@ def add_rms_norm(
     return x, x_residual
 
 
+@cache
+def rounds_bfloat16() -> bool:
+    """Return True if the kernel rounds to the nearest number in bfloat16; on a processor with AVX2 alone it cuts off.
+
+    The norm of ones is 1 less half of epsilon, of which a cut leaves 0.996.
+    """
+    ones = torch.ones(1, _VECTOR, dtype=torch.bfloat16)
+    return bool((rms_norm(ones, ones[0], 1e-6) == 1.0).all())
+
+
 def _fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
     del epsilon
-    is_known = weight is not None and x.dtype is weight.dtype and x.dtype in (torch.float32, torch.bfloat16)
+    is_known = weight is not None and x.dtype is weight.dtype
+    is_known = is_known and (x.dtype is torch.float32 or (x.dtype is torch.bfloat16 and rounds_bfloat16()))
     return is_known and variance_size is None and x.shape[-1] % _VECTOR == 0
 
 

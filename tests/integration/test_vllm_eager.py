@@ -24,6 +24,11 @@ def _registered() -> None:
 DTYPES = pytest.mark.parametrize(("dtype", "relative"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 
 
+def takes_kernels(dtype: torch.dtype) -> bool:
+    """In bfloat16 only where they round; vLLM's own norm rounds twice."""
+    return dtype is torch.float32 or vllm_eager.rounds_bfloat16()
+
+
 @DTYPES
 @pytest.mark.parametrize("shape", [(5, 128), (384, 4, 32), (1, 16)])
 def test_rows_are_normed_as_vllms_layers_do(shape: tuple[int, ...], dtype: torch.dtype, relative: float) -> None:
@@ -35,8 +40,9 @@ def test_rows_are_normed_as_vllms_layers_do(shape: tuple[int, ...], dtype: torch
         exact = x.double() / (x.double().pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * weight
         before = x.clone()
         with ir.ops.rms_norm.set_priority(["slipstream", "native"]):
-            assert ir.ops.rms_norm.dispatch(x, weight, 1e-6).provider == "slipstream"
-            assert torch.allclose(ir.ops.rms_norm(x, weight, 1e-6).double(), exact, rtol=relative, atol=1e-6)
+            provider, within = ("slipstream", relative) if takes_kernels(dtype) else ("native", 2 * relative)
+            assert ir.ops.rms_norm.dispatch(x, weight, 1e-6).provider == provider
+            assert torch.allclose(ir.ops.rms_norm(x, weight, 1e-6).double(), exact, rtol=within, atol=1e-6)
         assert torch.equal(x, before)
 
 
@@ -50,8 +56,10 @@ def test_a_sum_is_normed_and_kept_in_place_of_its_parts(dtype: torch.dtype, rela
     with ir.ops.fused_add_rms_norm.set_priority(["slipstream", "native"]):
         normed, kept = ir.ops.fused_add_rms_norm.maybe_inplace(x, residual, weight, 1e-6)
     assert torch.equal(kept, total)
-    assert (normed.data_ptr(), kept.data_ptr()) == (x.data_ptr(), residual.data_ptr())
-    assert torch.allclose(normed.double(), exact, rtol=2 * relative, atol=1e-6)
+    if takes_kernels(dtype):
+        assert (normed.data_ptr(), kept.data_ptr()) == (x.data_ptr(), residual.data_ptr())
+    within = (2 if takes_kernels(dtype) else 4) * relative  # vLLM's own norms the sum before it is rounded
+    assert torch.allclose(normed.double(), exact, rtol=within, atol=1e-6)
 
 
 @pytest.mark.parametrize(
