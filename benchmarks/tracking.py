@@ -106,7 +106,7 @@ def tracking_cost(root: Path, *, step_s: float, num_steps: int) -> Cost:
     context = RunContext(execution="timed", root=str(root))
     log_s = 0.0
     with tracked(context, recipe, "train", params=parameters(recipe)) as tracker:
-        while unsent(root, context.execution):  # MLflow connects: once a process, not once a step
+        while unsent(root, context.execution, None):  # MLflow connects: once a process, not once a step
             time.sleep(0.1)
         started_cpu_s = time.process_time()
         for step in range(num_steps):
