@@ -30,7 +30,7 @@ TUNED = "tuned"
 """Name of a draft length that is chosen by measured time, as in a run of the whole chain."""
 _OWN_INPUTS = {"init": "draft_inits", "method": "methods", "eagle3.loss": "losses", "seed": "seeds"}
 """Inputs of a study, by the field of `draft` that each varies."""
-_UNREAD = DraftInit.IN_DOMAIN  # of a method without pretraining, which a recipe refuses another method's init for
+_ANY_INIT = DraftInit.IN_DOMAIN  # for a method that reads none, which takes this one
 
 
 class Study(StrEnum):
@@ -205,8 +205,8 @@ def _variant_recipe(
     """Resolve the recipe of one variant, which differs from the ablation's recipe only in the grid's fields."""
     setting = variant.setting
     draft = {
-        **({"init": (setting.init or _UNREAD).value} if grid.draft_inits or setting.init is None else {}),
-        **({"method": setting.method.value, **_unread(setting.method)} if grid.methods else {}),
+        **({"init": (setting.init or _ANY_INIT).value} if grid.draft_inits or setting.init is None else {}),
+        **({"method": setting.method.value, **_no_model(setting.method)} if grid.methods else {}),
         **({"eagle3": {"loss": setting.loss}} if grid.losses and setting.loss else {}),
         **({"seed": variant.seed} if grid.seeds else {}),
     }
@@ -224,8 +224,8 @@ def _variant_recipe(
     return resolved
 
 
-def _unread(method: DraftMethod) -> dict[str, Any]:
-    """Leave out the draft that a recipe gives to another method than this one."""
+def _no_model(method: DraftMethod) -> dict[str, Any]:
+    """Leave out the draft that a recipe gives to another method; empty for a method that reads one."""
     return {} if "model" in TRAITS[method].fields else {"model": None}
 
 
@@ -249,10 +249,10 @@ def _drafter_recipe(recipe: Recipe, setting: Setting) -> Recipe:
         rule, got = "must be 'shared' in a bake-off", recipe.placement.memory.value
         fix = "there several learners live at once, and each would wait with all its memory"
         require(not recipe.placement.takes_turns, "placement.memory", rule, got, fix)
-        init, online = setting.init or _UNREAD, replace(recipe.draft.online, when=setting.online)
+        init, online = setting.init or _ANY_INIT, replace(recipe.draft.online, when=setting.online)
         return replace(
             recipe,
-            draft=replace(recipe.draft, method=setting.method, init=init, online=online, **_unread(setting.method)),
+            draft=replace(recipe.draft, method=setting.method, init=init, online=online, **_no_model(setting.method)),
             # The engine has room for that k alone, and as in tuning several engines live at once.
             tuning=replace(
                 recipe.tuning, candidate_ks=(0, setting.num_speculative_tokens), gpu_memory_utilization=None
